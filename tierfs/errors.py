@@ -8,6 +8,7 @@
     ├── StepBusy                    the step has open writers, so the request can't be done now
     ├── CommitRefused               a marker was renamed into place but files it names are missing or short (EIO)
     ├── MarkerUnreadable            a marker file could not be parsed safely
+    ├── ManifestDamaged             a step's manifest in the RAM tier could not be read
     ├── NoRoom                      the RAM tier is full and nothing in it may be evicted (ENOSPC)
     ├── ChecksumMismatch            bytes differ from what was sealed (EIO)
     ├── MountError                  mounting, unmounting or taking over failed
@@ -77,6 +78,10 @@ class CommitRefused(TierfsError):
 
 
 class MarkerUnreadable(TierfsError):
+    errno = errno.EIO
+
+
+class ManifestDamaged(TierfsError):
     errno = errno.EIO
 
 
