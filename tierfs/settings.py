@@ -1,0 +1,276 @@
+"""Every setting of an instance, as plain data: names, defaults, units and what each is for.
+
+This module only defines them. `tierfs.settings_values` parses and refuses values; `tierfs.settings_sources` reads
+them from the file, the environment, `-o` options and flags. The reference in the docs is generated from here.
+"""
+
+# ruff: noqa: RUF009  (`setting` makes a dataclass field, which is what the rule asks for)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+OFF = "off"  # as the value of a table's entry: takes the entry out
+NAMESPACE_SECTIONS = ("steps", "retention", "durability")
+
+
+def setting(default: Any, doc: str, *, kind: str, choices: tuple[str, ...] = (), least: int = 0) -> Any:
+    """A field of a settings class. `kind` says how its text form is parsed:
+
+    text, bool, int, size (bytes, `3GiB`), share (bytes or a percentage of memory), duration (seconds, `30s`),
+    path, choice, texts (a list), patterns (a list of regular expressions), table (a mapping of name to text, laid
+    over the default's entries), room (auto, off or a size), name (of an instance), url (of an object tier).
+    `least` is the smallest number accepted.
+    """
+    metadata = {"doc": doc, "kind": kind, "choices": choices, "least": least}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class SettingKey:
+    """One setting's definition: `path` is its dotted name, `section` and `name` the two parts of it."""
+
+    section: str
+    name: str
+    kind: str
+    doc: str
+    choices: tuple[str, ...]
+    least: int
+    default: Any
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return "TIERFS_" + self.path.replace(".", "_").upper()
+
+
+@dataclass
+class RamSettings:
+    """`[ram]`: the RAM tier."""
+
+    huge_pages: str = setting(
+        "always",
+        "Huge pages of the tier's tmpfs. Falls back, and says so, where the kernel refuses.",
+        kind="choice",
+        choices=("always", "within_size", "advise", "never"),
+    )
+    noswap: bool = setting(
+        True, "Keep the tier out of swap (Linux 6.4 or later; ignored, and said, where unknown).", kind="bool"
+    )
+    ballast: str = setting(
+        "auto",
+        "Free room held ready as warm huge pages: auto (all the free room that memory allows), off, or a size.",
+        kind="room",
+    )
+    runway_bytes: int = setting(256 * MIB, "How far ahead of its writer a growing shard is given room.", kind="size")
+    first_extent_bytes: int = setting(
+        64 * MIB, "Room given at once to a shard whose size nobody can guess yet.", kind="size"
+    )
+
+
+@dataclass
+class StepSettings:
+    """`[steps]`: which directories are steps, and when a step is complete."""
+
+    patterns: list[str] = setting(
+        [
+            r"step[-_=]?(?P<step>\d+)",
+            r"global_step(?P<step>\d+)",
+            r"iter_(?P<step>\d+)",
+            r"checkpoint[-_](?P<step>\d+)",
+            r"epoch=\d+-step=(?P<step>\d+)(\.ckpt)?",
+            r"(?P<step>\d+)",
+        ],
+        "Regular expressions a directory's whole name must match to be a step; the group `step` is its number.",
+        kind="patterns",
+    )
+    markers: dict[str, str] = setting(
+        {
+            ".metadata": "dcp",
+            "__(rank).metadata": "dcp-per-rank",
+            "model.safetensors.index.json": "close",
+            "trainer_state.json": "close",
+            ".snapshot_metadata": "close",
+            "commit_success.txt": "close",
+        },
+        "Files whose appearance completes a step, and how: dcp and dcp-per-rank are read and checked, "
+        "close counts once every file of the step is sealed. Entries add to the default ones; off takes one out.",
+        kind="table",
+        choices=("dcp", "dcp-per-rank", "close"),
+    )
+    latest: str = setting(
+        "shown",
+        "The `latest` symlink in each namespace: shown, hidden from listings, or off.",
+        kind="choice",
+        choices=("shown", "hidden", "off"),
+    )
+    complete_when_idle_s: float = setting(
+        0.0,
+        "Complete a step without a marker once all its files are sealed and nothing changed for so long; 0 is never.",
+        kind="duration",
+    )
+    overwrite_idle_s: float = setting(
+        300.0,
+        "An overwrite of a complete step is given up, and the old step put back, when nothing is open for writing and "
+        "nothing changed for so long. It is put back at once when every process that took part is gone.",
+        kind="duration",
+    )
+    sweep_after_s: float = setting(
+        3600.0,
+        "A step that never completed is removed this long after its last change, once a newer step of its "
+        "namespace is complete. Steps of frameworks without a marker are never swept.",
+        kind="duration",
+    )
+    checksums: bool = setting(True, "Compute the CRC64NVME of sealed files in the background.", kind="bool")
+
+
+@dataclass
+class RetentionSettings:
+    """`[retention]`: what stays in the RAM tier."""
+
+    ram_steps: int = setting(
+        2,
+        "The newest complete steps of a namespace that are never evicted; older ones go when room is needed.",
+        kind="int",
+        least=1,
+    )
+    ram_max_steps: int = setting(
+        0, "Never keep more complete steps of a namespace than this in RAM; 0 is no limit.", kind="int"
+    )
+
+
+@dataclass
+class DurabilitySettings:
+    """`[durability]`: what a program waits for."""
+
+    fsync: str = setting("ram", "What fsync of a file waits for.", kind="choice", choices=("ram",))
+    commit: str = setting("ram", "What the completing rename waits for.", kind="choice", choices=("ram",))
+
+
+@dataclass
+class LogSettings:
+    """`[log]`: the daemon's log, and one log a namespace."""
+
+    format: str = setting("text", "Lines for people or for machines.", kind="choice", choices=("text", "json"))
+    level: str = setting(
+        "info", "The least level written.", kind="choice", choices=("debug", "info", "warning", "error")
+    )
+    directory: Path | None = setting(None, "Where logs go; by default the instance's runtime directory.", kind="path")
+
+
+@dataclass
+class Settings:
+    """All settings of one instance."""
+
+    name: str = setting("", "The instance's name; by default made from the mount point.", kind="name")
+    size: int = setting(
+        0, "The RAM tier's size: bytes, or a percentage of memory (default 50%).", kind="share", least=MIB
+    )
+    runtime_dir: Path | None = setting(
+        None,
+        "Parent of the instance's runtime directory (default /run/tierfs, or $XDG_RUNTIME_DIR/tierfs).",
+        kind="path",
+    )
+    passthrough: str = setting(
+        "auto", "Kernel passthrough of reads and writes.", kind="choice", choices=("auto", "off")
+    )
+    channel: str = setting(
+        "auto",
+        "How libfuse is joined to /dev/fuse: customio (libfuse 3.14 or later) or socketpair.",
+        kind="choice",
+        choices=("auto", "customio", "socketpair"),
+    )
+    resend: str = setting(
+        "auto",
+        "Ask the kernel to resend unanswered requests at a takeover (Linux 6.9).",
+        kind="choice",
+        choices=("auto", "off"),
+    )
+    allow_other: str = setting(
+        "auto",
+        "Let other users in, subject to permissions (default: yes for root).",
+        kind="choice",
+        choices=("auto", "on", "off"),
+    )
+    object: str = setting("", "The object tier: file:///path or s3://bucket/prefix; empty is none.", kind="url")
+    debug_crash_at: str = setting(
+        "", "For tests: the daemon kills itself at this named point (name, or name:nth).", kind="text"
+    )
+    ram: RamSettings = field(default_factory=RamSettings)
+    steps: StepSettings = field(default_factory=StepSettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
+    durability: DurabilitySettings = field(default_factory=DurabilitySettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    namespaces: dict[str, dict[str, dict[str, Any]]] = field(
+        default_factory=dict,
+        metadata={
+            "doc": '`[namespaces."GLOB"]`: steps, retention and durability settings for the namespaces that match.',
+            "kind": "namespaces",
+        },
+    )
+    sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False, metadata={"kind": "origin"})
+    warnings: list[str] = field(default_factory=list, compare=False, repr=False, metadata={"kind": "origin"})
+
+    def for_namespace(self, namespace: str) -> NamespaceSettings:
+        """The settings of one namespace: every `[namespaces."GLOB"]` that matches it is laid over the general
+        ones, in the order of the file, so that a later section wins. `*` matches `/` too.
+        """
+        sections: dict[str, Any] = {name: getattr(self, name) for name in NAMESPACE_SECTIONS}
+        for glob, overrides in self.namespaces.items():
+            if fnmatchcase(namespace, glob):
+                for name, values in overrides.items():
+                    sections[name] = _laid_over(sections[name], values)
+        return NamespaceSettings(namespace=namespace, **sections)
+
+
+@dataclass(frozen=True)
+class NamespaceSettings:
+    """What holds for one namespace. Not shared state: the general sections may be the same objects, so don't change
+    them.
+    """
+
+    namespace: str
+    steps: StepSettings
+    retention: RetentionSettings
+    durability: DurabilitySettings
+
+
+def setting_keys(section: str | None = None) -> tuple[SettingKey, ...]:
+    """Every setting's definition, in the order of this file; of one section only when `section` is given."""
+    return tuple(key for key in _walk(Settings, "") if section is None or key.section == section)
+
+
+def merge_table(below: dict[str, str], above: dict[str, str]) -> dict[str, str]:
+    """`above` laid over `below`; an entry whose value is `off` is taken out."""
+    return {name: value for name, value in {**below, **above}.items() if value != OFF}
+
+
+def _laid_over(section: Any, values: dict[str, Any]) -> Any:
+    merged = {
+        name: merge_table(getattr(section, name), value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return replace(section, **merged)
+
+
+def _walk(cls: Any, section: str) -> Iterator[SettingKey]:
+    for entry in fields(cls):
+        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        if is_dataclass(default):
+            yield from _walk(type(default), entry.name)
+        elif entry.metadata["kind"] not in ("namespaces", "origin"):
+            meta = entry.metadata
+            yield SettingKey(section, entry.name, meta["kind"], meta["doc"], meta["choices"], meta["least"], default)
