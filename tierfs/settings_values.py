@@ -15,7 +15,7 @@ from tierfs.units import format_size_exactly, is_percentage, parse_duration, par
 # By name, since only one of the two is there for a type checker to look at.
 toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
-INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+INSTANCE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 _TRUE, _FALSE = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
 _SIZE_HELP = "bytes or a number with KiB, MiB, GiB or TiB"
@@ -76,7 +76,7 @@ def _parse(key: SettingKey, value: Any, memory_bytes: Callable[[], int] | None) 
     if key.kind == "path":
         return _parse_path(text)
     if key.kind == "name" and not INSTANCE_NAME.fullmatch(text):
-        raise ValueError("not a name; use letters, digits, . _ - and at most 64 of them")
+        raise ValueError("not a name; use up to 64 letters, digits, _ - and ., not starting with - or .")
     if key.kind == "url":
         _check_url(text)
     return text
