@@ -194,7 +194,7 @@ def _manifest_files(meta: Path, suffix: str, *, hidden: bool) -> list[Path]:
     ]
 
 
-# --- to and from JSON. By hand, since dataclasses.asdict copies deeply: 12 ms for a thousand files.
+# --- to and from JSON. By hand, since dataclasses.asdict copies deeply and alone takes 5 ms for a thousand files.
 
 
 def _files_as_json(files: Mapping[str, FileEntry]) -> dict[str, dict[str, Any]]:
