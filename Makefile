@@ -1,0 +1,52 @@
+# Everything a newcomer or a CI server runs. `make help` lists it.
+# A bare Debian 12 or Ubuntu 22.04/24.04 is enough: what is missing is installed, as root or with sudo.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+VENV := .venv
+RUN := $(VENV)/bin
+SETUP := $(VENV)/.setup-done
+SOAK_KILLS ?= 100
+TESTS ?= tests
+
+.PHONY: help setup demo test pytest lint format bench soak clean
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(SETUP) ## make .venv with everything that is needed (again only when what it is made of changed)
+
+$(SETUP): pyproject.toml tests/requirements.txt $(wildcard mount/*.c) scripts/system-packages.sh scripts/make-venv.sh
+	scripts/system-packages.sh
+	scripts/make-venv.sh $(VENV)
+	@touch $@
+
+demo: setup ## mount, save and load a real checkpoint, kill the daemon meanwhile, unmount
+	$(RUN)/python examples/demo.py
+
+test: lint pytest ## lint and the whole test suite: what CI runs
+
+pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
+	$(RUN)/python -m pytest $(TESTS)
+
+lint: setup ## ruff and mypy
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+format: setup ## let ruff put the code in shape
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+bench: setup ## measure against baselines taken in the same run; results go to bench/results/
+	$(RUN)/python bench/run.py
+
+soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) during real saves
+	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults --timeout 3600 -v -rP
+
+clean: ## remove .venv and all that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mount -name '*.so' -delete

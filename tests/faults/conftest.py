@@ -1,0 +1,40 @@
+"""Each fault test has an instance of its own: what one leaves behind must not help or harm the next."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rig.fixtures import PLAIN_DIRECTORY, pytest_runtest_makereport, scratch
+from rig.instance import Instance, mounted
+
+__all__ = ["pytest_runtest_makereport", "scratch"]
+
+
+@pytest.fixture
+def instance(scratch: Path) -> Iterator[Instance]:
+    if PLAIN_DIRECTORY:
+        pytest.skip("a plain directory (TIERFS_TEST_DIR) has no daemon to kill")
+    name = f"fault-{uuid.uuid4().hex[:8]}"
+    with mounted(scratch / name, name, size="1G") as instance:
+        yield instance
+
+
+@pytest.fixture
+def moments() -> int:
+    """How many random moments to kill at. `make soak` asks for 100."""
+    return int(os.environ.get("TIERFS_KILLS", "12"))
+
+
+@pytest.fixture
+def dice(request: pytest.FixtureRequest) -> random.Random:
+    """The source of random moments. Its seed is printed; TIERFS_SEED repeats it."""
+    seed = int(os.environ.get("TIERFS_SEED", time.time_ns() % 1_000_000))
+    print(f"random moments from TIERFS_SEED={seed}")
+    return random.Random(f"{seed}-{request.node.name}")

@@ -1,0 +1,141 @@
+"""Runs a function on N gloo ranks, as `torchrun` would, but in processes forked from one that has torch imported.
+
+Importing torch costs seconds and a fork costs milliseconds, so that tests can start (and kill) trainers by the dozen.
+The forking process never touches a checkpoint: who took part in a save are the ranks alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+COLLECTIVE_TIMEOUT_S = 60
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"]
+)
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; the message holds every rank's traceback or exit status."""
+
+
+@dataclass
+class Rank:
+    """What the function on a rank gets as its first argument."""
+
+    rank: int
+    world: int
+    _pipe: Connection
+
+    def report(self, event: Any) -> None:
+        """Tells the test how far this rank is; read with `Job.next_event`."""
+        self._pipe.send(("event", event))
+
+
+class Job:
+    """A started job. `function(rank, *arguments)` runs on each of `world` ranks; 0 ranks of world 1 need no gloo."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, world: int = 2) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="tierfs-ranks-")
+        self.processes = []
+        self._pipes: list[Connection] = []
+        self._answers: dict[int, tuple[str, Any]] = {}
+        self._events: list[Any] = []
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_run_rank, args=(theirs, function, rank, world, f"{self._directory.name}/store", arguments)
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def next_event(self, timeout_s: float = 60) -> Any:
+        """The next thing that any rank reported. Fails when a rank ends or nothing comes."""
+        deadline = time.monotonic() + timeout_s
+        while not self._events:
+            self._receive(deadline)
+            if not self._events and self._answers:
+                self.wait()
+                raise RankFailed("the job ended without the event that was waited for")
+        return self._events.pop(0)
+
+    def wait(self, timeout_s: float = 120) -> list[Any]:
+        """What the function returned on each rank, once all have; RankFailed when any raised or died."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while len(self._answers) < len(self._pipes):
+                self._receive(deadline)
+        finally:
+            self.kill()
+        failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(self._answers.items()) if kind != "value"]
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return [self._answers[rank][1] for rank in range(len(self._pipes))]
+
+    def kill(self) -> None:
+        """SIGKILLs the ranks that still run. Returns when they are gone."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                if process.is_alive() and process.pid:
+                    os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join(20)
+        self._directory.cleanup()
+
+    def _receive(self, deadline: float) -> None:
+        waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in self._answers]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"ranks {[self._pipes.index(pipe) for pipe in waiting]} did not answer in time")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = self._pipes.index(pipe)
+            try:
+                kind, content = pipe.recv()
+            except EOFError:
+                self._answers[rank] = ("died", "ended without an answer")
+                continue
+            if kind == "event":
+                self._events.append(content)
+            else:
+                self._answers[rank] = (kind, content)
+
+
+def run_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, timeout_s: float = 120) -> list[Any]:
+    """Runs `function(rank, *arguments)` on each rank to its end and returns what each returned."""
+    return Job(function, *arguments, world=world).wait(timeout_s)
+
+
+def _run_rank(
+    pipe: Connection, function: Callable[..., Any], rank: int, world: int, store: str, arguments: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+        value = function(Rank(rank, world, pipe), *arguments)
+        dist.destroy_process_group()
+        pipe.send(("value", value))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
