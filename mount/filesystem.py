@@ -1,0 +1,636 @@
+"""The file system as the kernel sees it: one method for each request, on the tree of the RAM tier.
+
+A file of the mount is a file of the tier under the same relative path, so most requests are one system call on the
+backing file, and what it answers is the answer. What is added: the caller becomes the owner of what it makes, steps are
+told what happens (`StepTracker`), the tier learns which shards grow, and a request that the kernel sends again after
+the daemon was replaced finds its own work done and says so.
+
+File handles are node ids, for files and for directories. This module holds no state that a new daemon could not
+make again from the tier and the channel. `docs/semantics.md` says what each call promises.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyfuse3
+import trio
+
+from mount import syscalls, xattrs
+from mount.answers import answered
+from mount.listings import DOT, DOTDOT, Listings
+from mount.nodes import ROOT, NodeTable
+
+if TYPE_CHECKING:
+    from mount.channel import Channel
+    from tierfs.ram.tier import RamTier
+    from tierfs.steps.events import StepTracker
+
+# Opcodes of include/uapi/linux/fuse.h, for requests whose second delivery must be told from a first.
+SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK, CREATE, RENAME2 = 6, 8, 9, 10, 11, 12, 13, 35, 45
+
+# All changes go through this mount, and what the daemon changes itself it invalidates.
+ENTRY_TIMEOUT_S = 60.0
+ATTR_TIMEOUT_S = 60.0
+# Stores through a shared mapping reach the backing file unseen and move its mtime.
+GROWING_ATTR_TIMEOUT_S = 1.0
+# tmpfs with huge pages says 2 MiB, which Python takes as the size of its buffers; see docs/semantics.md.
+BLOCK_SIZE_BYTES = 64 << 10
+STATFS_BLOCK_BYTES = 4096
+NAME_MAX = 255
+# Freeing more than this takes long enough (about 10 ms) to be done in a thread.
+FREE_IN_THREAD_BYTES = 64 << 20
+_EXCHANGED = "trusted.tierfs.exchange"
+
+
+@answered
+class TierFs(pyfuse3.Operations):
+    """Request handlers of one mount. pyfuse3 calls them all from one thread."""
+
+    supports_dot_lookup = False
+
+    def __init__(
+        self,
+        tier: RamTier,
+        channel: Channel,
+        tracker: StepTracker,
+        *,
+        log: logging.Logger | None = None,
+    ) -> None:
+        super().__init__()
+        self.log = log or logging.getLogger("tierfs.mount")
+        self.tier = tier
+        self.channel = channel
+        self.tracker = tracker
+        self.nodes = NodeTable(tier.path, tier.root)
+        self._listings = Listings()
+        self._growing: set[int] = set()
+        self._threads = trio.CapacityLimiter(4)
+        tracker.invalidate = self.invalidate
+        os.umask(0)
+
+    # -- for the daemon
+
+    def resume_open_files(self) -> None:
+        """After a takeover, before the first request: attach again what programs have open."""
+        for nodeid, handle, handles in self.channel.open_nodes():
+            fd = self._reopen(nodeid, handle)
+            if fd < 0:
+                self.log.error("a file that a program has open (inode %d) is gone from the RAM tier", nodeid)
+                continue
+            try:
+                self.channel.attach(nodeid, fd, handle)
+                if handles.writers:
+                    self._growing.add(nodeid)
+                    self.tier.begin_shard(nodeid, fd, None)
+            finally:
+                os.close(fd)
+
+    def invalidate(self, directory: str, name: str) -> None:
+        """The entry was changed behind the kernel's back. Returns at once; safe inside a request."""
+        try:
+            nodeid = self.nodes.nodeid(os.stat(self.tier.root / directory, follow_symlinks=False))
+        except OSError:
+            return  # the directory is gone, and the kernel with it forgot the entry
+        pyfuse3.invalidate_entry_async(nodeid, os.fsencode(name), ignore_enoent=True)
+        with suppress(OSError):  # ENOENT: the kernel does not know the directory
+            pyfuse3.invalidate_inode(nodeid, attr_only=True)
+
+    def close(self) -> None:
+        self.nodes.close()
+
+    # -- names
+
+    async def lookup(
+        self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        rel = self._rel(parent_inode, name)
+        if rel is not None:
+            self.tracker.before_lookup(rel, ctx.pid)
+        _, st = self.nodes.lookup(parent_inode, name)
+        return self._entry(st)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for nodeid, lookups in inode_list:
+            fd = self.nodes.forget(nodeid, lookups)
+            if fd >= 0:
+                await self._close(fd)
+
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        try:
+            os.mkdir(name, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
+        except FileExistsError:
+            self._must_be_own(MKDIR, parent_inode, name, stat.S_IFDIR)
+        return self._born(parent_inode, name, mode, ctx)
+
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        try:
+            os.mknod(name, mode, rdev, dir_fd=self.nodes.fd(parent_inode))
+        except FileExistsError:
+            self._must_be_own(MKNOD, parent_inode, name, stat.S_IFMT(mode) or stat.S_IFREG)
+        return self._born(parent_inode, name, mode, ctx)
+
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        try:
+            os.symlink(target, name, dir_fd=self.nodes.fd(parent_inode))
+        except FileExistsError:
+            self._must_be_own(SYMLINK, parent_inode, name, stat.S_IFLNK)
+        return self._born(parent_inode, name, 0o777, ctx)
+
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        try:
+            os.link(self.nodes.proc(inode), new_name, dst_dir_fd=self.nodes.fd(new_parent_inode))
+        except FileExistsError:
+            self._must_be_own(LINK, new_parent_inode, new_name, None)
+        node, st = self.nodes.lookup(new_parent_inode, new_name)
+        self._tell_created(self._rel(new_parent_inode, new_name), node.nodeid, ctx.pid)
+        return self._entry(st)
+
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        return os.readlink(b"", dir_fd=self.nodes.fd(inode))
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        rel = self._rel(parent_inode, name)
+        if rel is not None:
+            await self.tracker.before_unlink(rel, ctx.pid)
+        victim = self.nodes.losing_name(parent_inode, name)
+        try:
+            os.unlink(name, dir_fd=self.nodes.fd(parent_inode))
+        except FileNotFoundError:
+            if not self.channel.resent(UNLINK, parent_inode):
+                raise
+        self.nodes.lost_name(victim)
+        if rel is not None:
+            self.tracker.after_unlink(rel)
+        if victim is not None:
+            await self._free(victim.nodeid)
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        rel = self._rel(parent_inode, name)
+        if rel is not None:
+            self.tracker.before_rmdir(rel)
+        victim = self.nodes.losing_name(parent_inode, name)
+        try:
+            os.rmdir(name, dir_fd=self.nodes.fd(parent_inode))
+        except FileNotFoundError:
+            if not self.channel.resent(RMDIR, parent_inode):
+                raise
+        self.nodes.lost_name(victim)
+        if rel is not None:
+            self.tracker.after_rmdir(rel)
+
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        if flags & ~(syscalls.RENAME_NOREPLACE | syscalls.RENAME_EXCHANGE):
+            raise pyfuse3.FUSEError(errno.EINVAL)
+        old, new = self._rel(parent_inode_old, name_old), self._rel(parent_inode_new, name_new)
+        resent = self.channel.resent(RENAME2 if flags else RENAME, parent_inode_old)
+        done = resent and self._was_renamed(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        victim = None
+        if not done:
+            if old is not None and new is not None:
+                await self.tracker.before_rename(old, new, flags, ctx.pid)
+            if not flags & syscalls.RENAME_EXCHANGE:
+                victim = self.nodes.losing_name(parent_inode_new, name_new)
+            self._rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        self._note_moved(parent_inode_new, name_new)
+        if flags & syscalls.RENAME_EXCHANGE:
+            self._note_moved(parent_inode_old, name_old)
+        self.nodes.lost_name(victim)
+        if old is not None and new is not None:
+            self.tracker.after_rename(old, new, flags, ctx.pid)
+        if victim is not None:
+            await self._free(victim.nodeid)
+
+    # -- attributes
+
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        fd = self.channel.fd(inode)
+        return self._entry(self.nodes.stat(inode) if fd is None else os.fstat(fd))
+
+    async def setattr(
+        self,
+        inode: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
+        if fields.update_size:
+            if fh is None:
+                rel = self.nodes.path(inode)
+                if rel is not None and await self.tracker.before_truncate(rel, ctx.pid):
+                    raise pyfuse3.FUSEError(errno.ESTALE)
+            await self._truncate(self._open_backing(inode, os.O_WRONLY), attr.st_size, ctx)
+        path = self.nodes.proc(inode)
+        if fields.update_uid or fields.update_gid:
+            os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
+        if fields.update_mode:
+            Path(path).chmod(stat.S_IMODE(attr.st_mode))
+        if fields.update_atime or fields.update_mtime:
+            syscalls.set_times(
+                path.encode(),
+                attr.st_atime_ns if fields.update_atime else None,
+                attr.st_mtime_ns if fields.update_mtime else None,
+            )
+        return self._entry(self.nodes.stat(inode))
+
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        if not xattrs.is_virtual(name):
+            return xattrs.get(self.nodes, inode, name)
+        rel = self.nodes.path(inode)
+        value = None if rel is None else self.tracker.xattrs(rel, self.nodes.stat(inode)).get(os.fsdecode(name))
+        if value is None:
+            raise pyfuse3.FUSEError(errno.ENODATA)
+        return value
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+        xattrs.put(self.nodes, inode, name, value)
+
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        return xattrs.names(self.nodes, inode)
+
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        xattrs.remove(self.nodes, inode, name)
+
+    # -- files
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        how = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, how, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
+        except FileExistsError:
+            fd = self._open_own_creation(parent_inode, name, flags)
+        try:
+            node, st = self.nodes.lookup(parent_inode, name)
+            try:
+                st = self._own(node.nodeid, st, parent_inode, mode, ctx)
+                rel = self._rel(parent_inode, name)
+                self._attach(node.nodeid, fd)
+                if _is_writing(flags):
+                    self._begin_writing(rel, node.nodeid, fd)
+                if rel is not None:
+                    self.tracker.created(rel, ctx.pid)
+                    if _is_writing(flags):
+                        self.tracker.opened_for_write(rel, node.nodeid, ctx.pid)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self.nodes.fd(parent_inode))
+                self._uncount(node.nodeid)
+                raise
+        finally:
+            os.close(fd)
+        return self._file_info(node.nodeid, flags), self._entry(st)
+
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        changing = _is_writing(flags) or bool(flags & os.O_TRUNC)
+        rel = self.nodes.path(inode) if changing else None
+        if rel is not None and await self.tracker.before_write_open(rel, ctx.pid, truncate=bool(flags & os.O_TRUNC)):
+            raise pyfuse3.FUSEError(errno.ESTALE)
+        if flags & os.O_TRUNC:
+            await self._truncate(self._open_backing(inode, os.O_WRONLY), 0, ctx)
+        # No checkpoint from here to the answer: a release of another handle must not detach the file in between.
+        fd = self.channel.fd(inode)
+        opened = -1
+        try:
+            if fd is None:
+                fd = opened = self._open_backing(inode, flags)
+                self._attach(inode, fd)
+            if _is_writing(flags):
+                self._begin_writing(rel, inode, fd)
+                if rel is not None:
+                    self.tracker.opened_for_write(rel, inode, ctx.pid)
+        finally:
+            if opened >= 0:
+                os.close(opened)
+        return self._file_info(inode, flags)
+
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        """Only where neither the kernel nor the channel reads the backing file itself."""
+        return os.pread(self._attached(fh), size, off)
+
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        """Only where neither the kernel nor the channel writes the backing file itself."""
+        fd, written = self._attached(fh), 0
+        view = memoryview(buf)
+        while written < len(buf):
+            written += os.pwrite(fd, view[written:], off + written)
+        return written
+
+    async def flush(self, fh: int) -> None:
+        """Nothing is buffered here."""
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        """The RAM tier has no slower place to write to; `durability.fsync` says what else is waited for."""
+
+    async def release(self, fh: int) -> None:
+        # Before any checkpoint, so that a rename that follows a close finds the file closed.
+        handles = self.channel.handles(fh)
+        if fh in self._growing and handles.writers == 0:
+            self._growing.discard(fh)
+            self.tier.end_shard(fh)
+            self.tracker.writer_closed(self._path_or_none(fh), fh)
+        if handles.opens == 0:
+            await self._free(fh)
+
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        usage = self.tier.usage()
+        answer = pyfuse3.StatvfsData()
+        answer.f_bsize = BLOCK_SIZE_BYTES
+        answer.f_frsize = STATFS_BLOCK_BYTES
+        answer.f_blocks = usage.size_bytes // STATFS_BLOCK_BYTES
+        answer.f_bfree = answer.f_bavail = usage.free_bytes // STATFS_BLOCK_BYTES
+        answer.f_files = usage.files + usage.files_free
+        answer.f_ffree = answer.f_favail = usage.files_free
+        answer.f_namemax = NAME_MAX
+        return answer
+
+    # -- directories
+
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        return inode
+
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        fd = self.nodes.fd(fh)
+        rel = self.nodes.path(fh)
+        for place, name in ((DOT, b"."), (DOTDOT, b"..")):
+            # The parent of the root is not ours to show.
+            if start_id < place and not pyfuse3.readdir_reply(
+                token, name, self._entry(os.stat(b"." if fh == ROOT else name, dir_fd=fd)), place
+            ):
+                return
+        for place, name in self._listings.after(fh, fd, start_id):
+            if rel is not None and self.tracker.hidden(rel, os.fsdecode(name)):
+                continue
+            try:
+                st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if not pyfuse3.readdir_reply(token, name, self._entry(st), place):
+                return
+            self.nodes.listed(self.nodes.nodeid(st), fh, name)
+
+    async def releasedir(self, fh: int) -> None:
+        self._listings.drop(fh)
+
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        """Names are as durable as the tier the moment they are made."""
+
+    # -- inside
+
+    def _rel(self, directory: int, name: bytes) -> str | None:
+        """Where the entry is below the root; None inside a directory that was removed or moved aside."""
+        path = self.nodes.path(directory)
+        if path is None:
+            return None
+        return f"{path}/{os.fsdecode(name)}" if path else os.fsdecode(name)
+
+    def _path_or_none(self, nodeid: int) -> str | None:
+        try:
+            return self.nodes.path(nodeid)
+        except OSError:
+            return None
+
+    def _entry(self, st: os.stat_result) -> pyfuse3.EntryAttributes:
+        entry = pyfuse3.EntryAttributes()
+        nodeid = entry.st_ino = self.nodes.nodeid(st)
+        entry.generation = 0
+        entry.entry_timeout = ENTRY_TIMEOUT_S
+        entry.attr_timeout = GROWING_ATTR_TIMEOUT_S if nodeid in self._growing else ATTR_TIMEOUT_S
+        entry.st_mode = st.st_mode
+        entry.st_nlink = st.st_nlink
+        entry.st_uid = st.st_uid
+        entry.st_gid = st.st_gid
+        entry.st_rdev = st.st_rdev
+        entry.st_size = st.st_size
+        entry.st_blksize = BLOCK_SIZE_BYTES
+        entry.st_blocks = st.st_blocks
+        entry.st_atime_ns = st.st_atime_ns
+        entry.st_mtime_ns = st.st_mtime_ns
+        entry.st_ctime_ns = st.st_ctime_ns
+        return entry
+
+    def _file_info(self, nodeid: int, flags: int) -> pyfuse3.FileInfo:
+        return pyfuse3.FileInfo(fh=nodeid, direct_io=False, keep_cache=True)
+
+    def _born(self, directory: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        """Something new has this name: it gets its owner, the kernel its attributes, the tracker the news."""
+        node, st = self.nodes.lookup(directory, name)
+        try:
+            st = self._own(node.nodeid, st, directory, mode, ctx)
+        except BaseException:
+            self._uncount(node.nodeid)
+            raise
+        self._tell_created(self._rel(directory, name), node.nodeid, ctx.pid)
+        return self._entry(st)
+
+    def _own(
+        self, nodeid: int, st: os.stat_result, directory: int, mode: int, ctx: pyfuse3.RequestContext
+    ) -> os.stat_result:
+        """Make the caller the owner. In a set-group-ID directory the group is the directory's, as the tmpfs did."""
+        gid = ctx.gid
+        if st.st_gid != gid and self.nodes.stat(directory).st_mode & stat.S_ISGID:
+            gid = st.st_gid
+        if (st.st_uid, st.st_gid) == (ctx.uid, gid):
+            return st
+        path = self.nodes.proc(nodeid)
+        os.chown(path, ctx.uid, gid)
+        if mode & (stat.S_ISUID | stat.S_ISGID) and not stat.S_ISDIR(st.st_mode):
+            Path(path).chmod(stat.S_IMODE(mode))  # chown took these bits away
+        return self.nodes.stat(nodeid)
+
+    def _tell_created(self, rel: str | None, nodeid: int, pid: int) -> None:
+        if rel is None:
+            return
+        try:
+            self.tracker.created(rel, pid)
+        except BaseException:
+            self._uncount(nodeid)  # the kernel gets an error, not an entry
+            raise
+
+    def _uncount(self, nodeid: int) -> None:
+        fd = self.nodes.forget(nodeid, 1)
+        if fd >= 0:
+            os.close(fd)
+
+    def _must_be_own(self, opcode: int, directory: int, name: bytes, kind: int | None) -> None:
+        """The name is taken. Fine if this request was sent again and took it the first time; else FileExistsError."""
+        if self.channel.resent(opcode, directory):
+            st = os.stat(name, dir_fd=self.nodes.fd(directory), follow_symlinks=False)
+            if kind is None or stat.S_IFMT(st.st_mode) == kind:
+                return
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _open_own_creation(self, directory: int, name: bytes, flags: int) -> int:
+        """CREATE found its name taken: by its own first delivery, or by somebody whom the kernel did not see."""
+        if self.channel.resent(CREATE, directory):
+            return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.nodes.fd(directory))
+        # ESTALE makes the kernel look the name up and open it, with the checks that belong to an open.
+        raise pyfuse3.FUSEError(errno.EEXIST if flags & os.O_EXCL else errno.ESTALE)
+
+    def _open_backing(self, nodeid: int, flags: int) -> int:
+        """A descriptor for reading and writing where the daemon may; the caller closes it."""
+        fd = self.channel.fd(nodeid)
+        if fd is not None:
+            return os.dup(fd)
+        path = self.nodes.proc(nodeid)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            if flags & os.O_ACCMODE == os.O_RDWR:
+                raise
+            return os.open(path, (flags & os.O_ACCMODE) | os.O_CLOEXEC)
+
+    def _reopen(self, nodeid: int, handle: bytes) -> int:
+        """Open what was open before a takeover: by name, or by handle if it has none. -1 when it is gone."""
+        try:
+            return self._open_backing(nodeid, os.O_RDONLY)
+        except OSError:
+            pass
+        try:
+            fd = syscalls.open_by_handle(self.nodes.mount_fd, handle, os.O_RDWR)
+        except OSError:
+            return -1
+        if os.fstat(fd).st_ino != nodeid:
+            os.close(fd)
+            return -1
+        self.nodes.adopt(nodeid, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC))
+        return fd
+
+    def _attach(self, nodeid: int, fd: int) -> None:
+        try:
+            handle = syscalls.name_to_handle(fd)
+        except OSError:
+            handle = b""  # a file system without handles: an unlinked open file does not survive a takeover
+        self.channel.attach(nodeid, fd, handle)
+
+    def _attached(self, fh: int) -> int:
+        fd = self.channel.fd(fh)
+        if fd is None:
+            raise pyfuse3.FUSEError(errno.EBADF)
+        return fd
+
+    def _begin_writing(self, rel: str | None, nodeid: int, fd: int) -> None:
+        if nodeid in self._growing:
+            return
+        self.tier.begin_shard(nodeid, fd, None if rel is None else self.tracker.expected_size(rel))
+        self._growing.add(nodeid)
+
+    async def _truncate(self, fd: int, size: int, ctx: pyfuse3.RequestContext) -> None:
+        """Set the size and close `fd`."""
+        try:
+            st = os.fstat(fd)
+            if st.st_blocks * 512 - size > FREE_IN_THREAD_BYTES:
+                await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._threads)
+            else:
+                os.ftruncate(fd, size)
+            if st.st_mode & (stat.S_ISUID | stat.S_ISGID) and ctx.uid != 0:
+                os.fchmod(fd, _without_privileges(st.st_mode))
+        finally:
+            os.close(fd)
+        if size < st.st_size:
+            self.tier.released_room()
+
+    async def _free(self, nodeid: int) -> None:
+        """Free the room of a file that lost its last name, unless a program has it open."""
+        if not self.nodes.is_nameless(nodeid) or self.channel.handles(nodeid).opens:
+            return
+        fd = self.nodes.let_go(nodeid)
+        if fd >= 0:
+            await self._close(fd)
+
+    async def _close(self, fd: int) -> None:
+        """Close a descriptor that may be the last thing that holds a large file."""
+        st = os.fstat(fd)
+        if st.st_nlink or not stat.S_ISREG(st.st_mode):
+            os.close(fd)
+            return
+        if st.st_blocks * 512 > FREE_IN_THREAD_BYTES:
+            await trio.to_thread.run_sync(os.close, fd, limiter=self._threads)
+        else:
+            os.close(fd)
+        self.tier.released_room()
+
+    def _rename(self, old_dir: int, old: bytes, new_dir: int, new: bytes, flags: int) -> None:
+        old_fd, new_fd = self.nodes.fd(old_dir), self.nodes.fd(new_dir)
+        if not flags & syscalls.RENAME_EXCHANGE:
+            syscalls.rename_at(old_fd, old, new_fd, new, flags)
+            return
+        # Done twice it would be undone, so it leaves a mark while the kernel may still ask for it again.
+        source = os.open(old, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=old_fd)
+        try:
+            path = f"/proc/self/fd/{source}"
+            with suppress(OSError):
+                os.setxattr(path, _EXCHANGED, b"%d %s" % (new_dir, new))
+            try:
+                syscalls.rename_at(old_fd, old, new_fd, new, flags)
+            finally:
+                with suppress(OSError):
+                    os.removexattr(path, _EXCHANGED)
+        finally:
+            os.close(source)
+
+    def _was_renamed(self, old_dir: int, old: bytes, new_dir: int, new: bytes, flags: int) -> bool:
+        """Whether the first delivery of this rename did its work before the daemon died."""
+        old_fd, new_fd = self.nodes.fd(old_dir), self.nodes.fd(new_dir)
+        try:
+            target = os.open(new, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=new_fd)
+        except FileNotFoundError:
+            return False
+        try:
+            if flags & syscalls.RENAME_EXCHANGE:
+                path = f"/proc/self/fd/{target}"
+                with suppress(OSError):
+                    if os.getxattr(path, _EXCHANGED) == b"%d %s" % (new_dir, new):
+                        os.removexattr(path, _EXCHANGED)
+                        return True
+                return False
+            return not _exists(old_fd, old)
+        finally:
+            os.close(target)
+
+    def _note_moved(self, directory: int, name: bytes) -> None:
+        with suppress(OSError):
+            self.nodes.moved(directory, name, os.stat(name, dir_fd=self.nodes.fd(directory), follow_symlinks=False))
+
+
+def _is_writing(flags: int) -> bool:
+    return flags & os.O_ACCMODE != os.O_RDONLY
+
+
+def _without_privileges(mode: int) -> int:
+    """The mode after a change by somebody without CAP_FSETID: no set-user-ID, set-group-ID only as a lock mark."""
+    mode = stat.S_IMODE(mode) & ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+def _exists(directory_fd: int, name: bytes) -> bool:
+    try:
+        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""What the file system tells whoever keeps track of steps, and a listener that does nothing.
+
+`StepTracker` is the boundary between the mount, which knows requests, and the steps, which know what a marker or an
+overwrite means. Paths are relative to the root of the mount (the root is ""), names that are not valid UTF-8 carry
+surrogate escapes.
+
+After a crash of the daemon a request that was already done may be made again, so `created` and the `after_...` calls
+come at least once, not exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+
+class StepTracker(Protocol):
+    """Each call may raise TierfsError or OSError; its errno is what the program gets."""
+
+    invalidate: Callable[[str, str], None]
+    """Set by the file system: call it with (directory, name) when that entry was changed behind the kernel's back."""
+
+    def before_lookup(self, rel: str, pid: int) -> None: ...
+
+    async def before_write_open(self, rel: str, pid: int, *, truncate: bool) -> bool:
+        """True: the name now has a new inode, so the open is answered with ESTALE and the kernel looks it up again."""
+        ...
+
+    async def before_truncate(self, rel: str, pid: int) -> bool:
+        """The same for truncate(2) by path."""
+        ...
+
+    def created(self, rel: str, pid: int) -> None: ...
+
+    def opened_for_write(self, rel: str, nodeid: int, pid: int) -> None: ...
+
+    def writer_closed(self, rel: str | None, nodeid: int) -> None:
+        """The last write handle of the inode is gone; `rel` is None when it has no name any more."""
+        ...
+
+    async def before_unlink(self, rel: str, pid: int) -> None: ...
+
+    def after_unlink(self, rel: str) -> None: ...
+
+    async def before_rename(self, old: str, new: str, flags: int, pid: int) -> None: ...
+
+    def after_rename(self, old: str, new: str, flags: int, pid: int) -> None: ...
+
+    def before_rmdir(self, rel: str) -> None: ...
+
+    def after_rmdir(self, rel: str) -> None: ...
+
+    def expected_size(self, rel: str) -> int | None: ...
+
+    def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]: ...
+
+    def hidden(self, dir_rel: str, name: str) -> bool: ...
+
+
+class NoSteps:
+    """A tracker for a mount without steps: plain files only."""
+
+    def __init__(self) -> None:
+        self.invalidate: Callable[[str, str], None] = lambda _directory, _name: None
+
+    def before_lookup(self, rel: str, pid: int) -> None:
+        pass
+
+    async def before_write_open(self, rel: str, pid: int, *, truncate: bool) -> bool:
+        return False
+
+    async def before_truncate(self, rel: str, pid: int) -> bool:
+        return False
+
+    def created(self, rel: str, pid: int) -> None:
+        pass
+
+    def opened_for_write(self, rel: str, nodeid: int, pid: int) -> None:
+        pass
+
+    def writer_closed(self, rel: str | None, nodeid: int) -> None:
+        pass
+
+    async def before_unlink(self, rel: str, pid: int) -> None:
+        pass
+
+    def after_unlink(self, rel: str) -> None:
+        pass
+
+    async def before_rename(self, old: str, new: str, flags: int, pid: int) -> None:
+        pass
+
+    def after_rename(self, old: str, new: str, flags: int, pid: int) -> None:
+        pass
+
+    def before_rmdir(self, rel: str) -> None:
+        pass
+
+    def after_rmdir(self, rel: str) -> None:
+        pass
+
+    def expected_size(self, rel: str) -> int | None:
+        return None
+
+    def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]:
+        return {}
+
+    def hidden(self, dir_rel: str, name: str) -> bool:
+        return False
