@@ -138,7 +138,21 @@ def test_many_namespaces_and_threads_keep_few_files_open_and_whole_lines(tmp_pat
 
 
 def test_namespaces_never_share_a_file_and_never_leave_the_directory() -> None:
-    names = ["", "run1", "team/run1", "team%2Frun1", "..", ".", ".hidden", "a" * 300, "a" * 301, "ü", "a\nb", "daemon", "%64aemon"]
+    names = [
+        "daemon",
+        "%64aemon",
+        "",
+        "run1",
+        "team/run1",
+        "team%2Frun1",
+        "..",
+        ".",
+        ".hidden",
+        "a" * 300,
+        "a" * 301,
+        "ü",
+        "a\nb",
+    ]
     escaped = [escape_namespace(name) for name in names]
     assert len(set(escaped)) == len(names)
     assert not {"daemon", "keeper"} & set(escaped)
