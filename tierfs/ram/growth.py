@@ -1,0 +1,156 @@
+"""Decides, without touching anything: how much room a growing shard gets now, when to look again, how large the
+ballast should be, and whether room runs low. All sizes are bytes, all rates bytes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierfs.ram.tmpfs import HUGE_PAGE
+
+MIB = 1 << 20
+
+# A file below this is given nothing ahead: markers, logs and configurations end before room could help them, and
+# room costs each a huge page to be cleared and trimmed again.
+SMALL_BYTES = MIB
+
+# A writer's room should last this long: several times what the daemon may be late by.
+RUNWAY_S = 0.1
+
+# A shard that grows faster than this counts as being saved now; filling the ballast waits for it.
+HOT_RATE = 32 * MIB
+
+# Bounds of the time between two looks at growing shards. At 5 GB/s a first extent of 64 MiB lasts 13 ms.
+SHORTEST_LOOK_S = 0.002
+LONGEST_LOOK_S = 0.1
+
+# The share of all memory that the ballast never takes; and where it starts to give memory back.
+MEMORY_MARGIN = 0.10
+MEMORY_SHORT = 0.05
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One growing shard, as last seen. `given_bytes` is the offset up to which it has room."""
+
+    size_bytes: int
+    given_bytes: int
+    expected_bytes: int | None
+    rate: float
+    quiet_s: float = 0.0
+
+    @property
+    def is_hot(self) -> bool:
+        return self.rate > HOT_RATE
+
+
+@dataclass(frozen=True)
+class RoomRules:
+    """The settings that decide how far ahead a shard is given room."""
+
+    runway_bytes: int
+    first_extent_bytes: int
+
+
+def room_end(shard: Growth, rules: RoomRules, free_bytes: int) -> int:
+    """The offset up to which the shard should have room; what it has when it needs no more now.
+
+    A shard within its expected size gets all of that. Any other gets a runway that lasts RUNWAY_S at its rate, from
+    `first_extent_bytes` up to `runway_bytes`, renewed when half of it is used. Never more than is free.
+    """
+    if shard.expected_bytes is not None and shard.size_bytes <= shard.expected_bytes >= SMALL_BYTES:
+        wanted = shard.expected_bytes
+        if shard.size_bytes < wanted or shard.given_bytes >= wanted:
+            return _within(shard, wanted, free_bytes)
+    if shard.size_bytes < SMALL_BYTES:
+        return shard.given_bytes
+    runway = runway_bytes(shard.rate, rules)
+    if shard.given_bytes - shard.size_bytes > runway // 2:
+        return shard.given_bytes
+    return _within(shard, shard.size_bytes + runway, free_bytes)
+
+
+def runway_bytes(rate: float, rules: RoomRules) -> int:
+    """How far ahead of a writer of this rate the room should reach."""
+    return int(min(max(rate * RUNWAY_S, rules.first_extent_bytes), max(rules.runway_bytes, rules.first_extent_bytes)))
+
+
+def _within(shard: Growth, wanted_end: int, free_bytes: int) -> int:
+    """The end rounded up to huge pages, but never beyond what is free, and never less than there is."""
+    end = -(-wanted_end // HUGE_PAGE) * HUGE_PAGE
+    start = max(shard.given_bytes, shard.size_bytes)
+    reachable = start + max(0, free_bytes) // HUGE_PAGE * HUGE_PAGE
+    return max(shard.given_bytes, min(end, reachable))
+
+
+def look_after_s(shards: Sequence[Growth], rules: RoomRules) -> float:
+    """How long to wait before looking at the growing shards again.
+
+    A shard with room: half the time until its runway must be renewed. One without: soon, and ever less often while
+    nothing happens to it.
+    """
+    soonest = LONGEST_LOOK_S
+    for shard in shards:
+        if shard.quiet_s > 0 or shard.rate <= 0:
+            soonest = min(soonest, max(SHORTEST_LOOK_S, shard.quiet_s / 4))
+            continue
+        if shard.expected_bytes is not None and shard.size_bytes < shard.expected_bytes <= shard.given_bytes:
+            left = shard.expected_bytes - shard.size_bytes
+        else:
+            left = shard.given_bytes - shard.size_bytes - runway_bytes(shard.rate, rules) // 2
+        soonest = min(soonest, max(SHORTEST_LOOK_S, left / shard.rate / 2))
+    return soonest
+
+
+def blended_rate(previous: float, grown_bytes: int, elapsed_s: float) -> float:
+    """The rate after one more look. Rises at once, since being late costs speed; falls over some 0.2 s."""
+    if elapsed_s <= 0:
+        return previous
+    now = grown_bytes / elapsed_s
+    if now >= previous:
+        return now
+    keep = max(0.0, 1 - elapsed_s / 0.2)
+    return previous * keep + now * (1 - keep)
+
+
+def ballast_target(
+    *,
+    limit_bytes: int | None,
+    size_bytes: int,
+    data_bytes: int,
+    held_bytes: int,
+    total_memory: int,
+    available_memory: int,
+) -> int:
+    """How much the ballast should hold, in whole huge pages.
+
+    All free room of the tier (`size_bytes` less `data_bytes`), no more than the setting `limit_bytes` (None: as much
+    as fits), and never the last MEMORY_MARGIN of memory. Where memory got short (MEMORY_SHORT) it gives back what
+    makes up the margin; between the two marks it stays as it is, so that it does not follow each move of the others.
+    """
+    room = max(0, size_bytes - data_bytes)
+    if limit_bytes is not None:
+        room = min(room, limit_bytes)
+    margin = int(total_memory * MEMORY_MARGIN)
+    spare = available_memory - margin
+    between_the_marks = total_memory * MEMORY_SHORT <= available_memory < margin
+    memory = held_bytes if between_the_marks else max(0, held_bytes + spare)
+    return min(room, memory) // HUGE_PAGE * HUGE_PAGE
+
+
+def missing_bytes(shards: Sequence[Growth], rules: RoomRules, free_bytes: int) -> int:
+    """How many bytes of room the growing shards will need soon that are not there; 0 when there is enough.
+
+    Soon: the rest of the expected size, or the next runway of a shard that grows past what anyone expected.
+    """
+    needed = 0
+    for shard in shards:
+        end = shard.size_bytes
+        if shard.expected_bytes is not None:
+            end = max(end, shard.expected_bytes)
+        beyond_expected = shard.expected_bytes is None or shard.size_bytes > shard.expected_bytes
+        if shard.size_bytes >= SMALL_BYTES and beyond_expected:
+            end = max(end, shard.size_bytes + runway_bytes(shard.rate, rules))
+        needed += max(0, end - max(shard.given_bytes, shard.size_bytes))
+    return max(0, needed - free_bytes)

@@ -1,0 +1,78 @@
+"""The few system calls of the RAM tier that Python has no name for: fallocate(2), mount(2), umount2(2), madvise(2).
+
+Each raises OSError with the kernel's errno. `ctypes.CDLL` releases the GIL for the length of a call, so that a
+thread in one of these never holds up the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+# include/uapi/linux/falloc.h
+FALLOC_FL_KEEP_SIZE = 0x01
+
+# include/uapi/linux/mount.h
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_REMOUNT = 32
+
+# include/linux/fs.h
+MNT_DETACH = 2
+
+# include/uapi/asm-generic/mman-common.h, Linux 5.14
+MADV_POPULATE_WRITE = 23
+
+_PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _failure(path: str | None = None) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number), path) if path else OSError(number, os.strerror(number))
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """Allocate (or with a mode, change) `length` bytes at `offset`. All or nothing; goes on after EINTR."""
+    while _libc.fallocate(fd, mode, offset, length) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _failure()
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
+    if _libc.mount(source.encode(), os.fsencode(target), kind.encode(), flags, data.encode()) != 0:
+        raise _failure(target)
+
+
+def umount(target: str, flags: int = 0) -> None:
+    if _libc.umount2(os.fsencode(target), flags) != 0:
+        raise _failure(target)
+
+
+def populate(fd: int, offset: int, length: int, step: int) -> None:
+    """Touch every page of a range of a file, `step` bytes a call, without copying anything.
+
+    The steps keep short the time for which the process's address space is locked, or its other threads would
+    stall. Raises EINVAL before Linux 5.14 and EFAULT where the file became shorter meanwhile.
+    """
+    address = _libc.mmap(None, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED, fd, offset)
+    if address == _MAP_FAILED:
+        raise _failure()
+    try:
+        for start in range(0, length, step):
+            while _libc.madvise(address + start, min(step, length - start), MADV_POPULATE_WRITE) != 0:
+                if ctypes.get_errno() != errno.EINTR:
+                    raise _failure()
+    finally:
+        _libc.munmap(address, length)

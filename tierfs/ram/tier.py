@@ -1,0 +1,331 @@
+"""The RAM tier: its directories, how full it is, and the background work that keeps room ready.
+
+Data is written by the kernel, straight into the files of the tier. This module only sees to it that the room is there
+in time: it gives each growing shard room ahead of its writer, takes back at the end what was not used, and keeps
+what is free in the ballast.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from tierfs.ram import growth
+from tierfs.ram.filling import BallastKeeper
+from tierfs.ram.growth import Growth, RoomRules
+from tierfs.ram.room import PlainRoom, Room, RoomState, TmpfsRoom
+from tierfs.ram.tmpfs import HUGE_PAGE, TmpfsGrant
+from tierfs.settings import RamSettings
+from tierfs.units import format_size
+
+log = logging.getLogger("tierfs.ram")
+
+# begin_shard answers a program's open: it gives at once what takes at most this long.
+_BEGIN_S = 0.005
+_BEGIN_BYTES = 256 << 20
+_BEGIN_LOCK_S = 0.002
+
+_ASK_AGAIN_S = 0.02
+_ASK_AGAIN_REFUSED_S = 1.0
+
+
+@dataclass(frozen=True)
+class RamUsage:
+    """How full the tier is, in bytes.
+
+    `used_bytes` is memory that data holds: every page of a file counts whole, and where the tmpfs has `huge=always` a
+    page is 2 MiB until the file is closed. Room that a growing shard was given but has not written is free: it comes
+    back when the shard is closed. Until then another writer can't have it, but neither could it have what that
+    shard is about to write. The ballast is free room, too. `free_bytes` is `size_bytes` less `used_bytes`.
+    """
+
+    size_bytes: int
+    used_bytes: int
+    free_bytes: int
+    ballast_bytes: int
+    ballast_target_bytes: int
+    files: int
+    files_free: int
+
+
+@dataclass(frozen=True)
+class GrowingShard:
+    """A shard that is open for writing: its size when last seen, and since when (time.time())."""
+
+    size_bytes: int
+    since: float
+
+
+@dataclass(frozen=True)
+class RamProblem:
+    """Something that a person should know: `severity` is warning or error, `path` is relative to the mount."""
+
+    severity: str
+    message: str
+    path: str = ""
+
+
+@dataclass
+class _Shard:
+    nodeid: int
+    fd: int
+    since: float
+    size_bytes: int
+    given_bytes: int
+    expected_bytes: int | None
+    seen_at: float
+    rate: float = 0.0
+    grown_at: float = field(default=0.0)
+    sparse: bool = False
+    busy: bool = False
+
+    def growth(self) -> Growth:
+        quiet = self.seen_at - self.grown_at
+        return Growth(self.size_bytes, self.given_bytes, self.expected_bytes, self.rate, quiet)
+
+
+class RamTier:
+    """The RAM tier of one instance, in the directory `path`.
+
+    With a grant, `path` is a tmpfs of its own and its limit belongs to this object from now on. Without one it is a
+    plain directory: nothing is enforced by the kernel, nothing is reserved, and usage comes from walking it.
+
+    All methods belong to the trio thread. Raises OSError when the directories can't be made.
+    """
+
+    def __init__(self, path: Path, settings: RamSettings, size_bytes: int, grant: TmpfsGrant | None) -> None:
+        self.path = path
+        self.root = path / "root"
+        self.meta = path / "meta"
+        self.generations = path / "generations"
+        self.trash = path / "trash"
+        self.root.mkdir(mode=0o755, exist_ok=True)
+        for private in (self.meta, self.generations, self.trash):
+            private.mkdir(mode=0o700, exist_ok=True)
+        self.size_bytes = size_bytes
+        self.grant = grant
+        self.on_pressure: Callable[[int], bool] | None = None
+        self._rules = RoomRules(settings.runway_bytes, settings.first_extent_bytes)
+        self._shards: dict[int, _Shard] = {}
+        self._wake = trio.Event()
+        self._begin_rate = 20e9
+        self._ask_at = 0.0
+        self._full: tuple[RamProblem, int] | None = None
+        self._room: Room
+        self._ballast: BallastKeeper | None = None
+        if grant is None:
+            self._room = PlainRoom(path, size_bytes)
+        else:
+            self._room = room = TmpfsRoom(path, size_bytes)
+            limit = None if settings.ballast == "auto" else 0 if settings.ballast == "off" else int(settings.ballast)
+            self._ballast = BallastKeeper(room, size_bytes, limit)
+
+    @property
+    def growing(self) -> dict[int, GrowingShard]:
+        """The shards that are open for writing, by node id."""
+        return {shard.nodeid: GrowingShard(shard.size_bytes, shard.since) for shard in self._shards.values()}
+
+    def usage(self) -> RamUsage:
+        """How full the tier is now, from the kernel's own counts."""
+        state = self._room.state()
+        used = max(0, state.data_bytes - self._unwritten_bytes())
+        return RamUsage(
+            size_bytes=self.size_bytes,
+            used_bytes=used,
+            free_bytes=max(0, self.size_bytes - used) if self.grant is not None else state.free_bytes,
+            ballast_bytes=state.held_bytes,
+            ballast_target_bytes=self._ballast.target_bytes if self._ballast is not None else 0,
+            files=state.files,
+            files_free=state.files_free,
+        )
+
+    def problems(self) -> list[RamProblem]:
+        """What is wrong now. A tier that ran full stays listed until there is room again."""
+        if self._full is not None and self._room.state().free_bytes >= max(self._full[1], HUGE_PAGE):
+            self._full = None
+        found = [] if self._full is None else [self._full[0]]
+        if self._ballast is not None and self._ballast.problem:
+            found.append(RamProblem("warning", self._ballast.problem))
+        return found
+
+    def begin_shard(self, nodeid: int, fd: int, expected_bytes: int | None) -> None:
+        """A file was opened for writing, and nobody had it open for writing before. Returns within some 5 ms.
+
+        Room for `expected_bytes` is made: a first part now, the rest by `run`. When nobody knows the size, room comes
+        once the file shows that it grows, so that small files cost nothing. `fd` must be writable; it is duplicated.
+        """
+        now = time.monotonic()
+        shard = self._shards.get(nodeid)
+        if shard is not None:
+            shard.expected_bytes = expected_bytes or shard.expected_bytes
+            return
+        size = os.fstat(fd).st_size
+        shard = _Shard(nodeid, os.dup(fd), time.time(), size, size, expected_bytes, seen_at=now, grown_at=now)
+        self._shards[nodeid] = shard
+        end = growth.room_end(shard.growth(), self._rules, _BEGIN_BYTES)
+        if end > shard.given_bytes:
+            end = min(end, shard.given_bytes + int(self._begin_rate * _BEGIN_S) // HUGE_PAGE * HUGE_PAGE)
+            self._give_at_once(shard, end)
+        self._wake.set()
+
+    def end_shard(self, nodeid: int) -> None:
+        """The last writer is gone: room that it did not use goes back. Keeps the file's mtime."""
+        shard = self._shards.pop(nodeid, None)
+        if shard is None:
+            return
+        if self._ballast is not None and self._room.state().free_bytes < HUGE_PAGE:
+            self._note_full(shard, HUGE_PAGE, 0)
+        if not shard.busy:  # Else a thread is giving it room, and `_give` ends it after that.
+            self._finish(shard)
+
+    def released_room(self) -> None:
+        """Something was deleted: the room that it held becomes ballast again while its pages are warm."""
+        if self._ballast is not None:
+            self._ballast.room_was_released()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keeps growing shards ahead of their writers, and free room in the ballast. Runs until cancelled.
+
+        Then it closes every file of the tier that it holds open. The ballast keeps its room for the next daemon.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                if self._ballast is not None:
+                    await nursery.start(self._ballast.run)
+                task_status.started()
+                await self._follow()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes what is open; the tier is of no use afterwards. `run` does this at its end."""
+        for shard in self._shards.values():
+            os.close(shard.fd)
+        self._shards.clear()
+        self._room.close()
+
+    async def _follow(self) -> None:
+        """Looks at the growing shards, as often as the fastest of them asks for, and sleeps while there is none."""
+        limiter = trio.CapacityLimiter(1)
+        while True:
+            if not self._shards:
+                await self._wake.wait()
+            self._wake = trio.Event()
+            now = time.monotonic()
+            for shard in list(self._shards.values()):
+                _look(shard, now)
+            if self._ballast is not None:
+                self._ballast.save_is_running(any(s.growth().is_hot for s in self._shards.values()))
+            self._ask_for_room(now)
+            for shard in list(self._shards.values()):
+                await self._give(shard, limiter)
+            delay = growth.look_after_s([shard.growth() for shard in self._shards.values()], self._rules)
+            with trio.move_on_after(delay):
+                await self._wake.wait()
+
+    async def _give(self, shard: _Shard, limiter: trio.CapacityLimiter) -> None:
+        if shard.sparse or self.grant is None:
+            return
+        end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
+        if end <= shard.given_bytes:
+            return
+        shard.busy = True
+        try:
+            start = max(shard.given_bytes, shard.size_bytes)
+            shard.given_bytes = await trio.to_thread.run_sync(self._room.give, shard.fd, start, end, limiter=limiter)
+        except OSError as error:
+            log.warning("giving room to %s failed: %s", self._path_of(shard), error)
+        finally:
+            shard.busy = False
+            if self._shards.get(shard.nodeid) is not shard:
+                self._finish(shard)
+
+    def _give_at_once(self, shard: _Shard, end: int) -> None:
+        start, began = shard.given_bytes, time.perf_counter()
+        with suppress(OSError):
+            shard.given_bytes = self._room.give(shard.fd, start, end, from_ballast_only=True, wait_s=_BEGIN_LOCK_S)
+        given, took = shard.given_bytes - start, time.perf_counter() - began
+        if given:
+            self._begin_rate = 0.7 * self._begin_rate + 0.3 * min(given / took, 1e12)
+
+    def _finish(self, shard: _Shard) -> None:
+        """Trims a shard that ended, unless a new writer came meanwhile: trimming would cut what that one writes."""
+        try:
+            if shard.nodeid not in self._shards and self._room.trim(shard.fd) >= HUGE_PAGE:
+                self.released_room()
+        except OSError as error:
+            log.warning("trimming %s failed: %s", self._path_of(shard), error)
+        finally:
+            os.close(shard.fd)
+
+    def _ask_for_room(self, now: float) -> None:
+        """Has something evicted before the room is out. Where nothing may go, says who filled the tier."""
+        if now < self._ask_at or not self._shards:
+            return
+        state = self._room.state()
+        missing = growth.missing_bytes([s.growth() for s in self._shards.values()], self._rules, state.free_bytes)
+        if missing == 0:
+            return
+        self._ask_at = now + _ASK_AGAIN_S
+        if self.on_pressure is not None and self.on_pressure(missing):
+            self.released_room()
+            return
+        self._ask_at = now + _ASK_AGAIN_REFUSED_S
+        largest = max(self._shards.values(), key=lambda shard: max(shard.rate, shard.size_bytes))
+        self._note_full(largest, missing, state.free_bytes)
+
+    def _note_full(self, shard: _Shard, missing_bytes: int, free_bytes: int) -> None:
+        path = self._path_of(shard)
+        severity = "error" if free_bytes < HUGE_PAGE else "warning"
+        if self._full is not None and (self._full[0].severity, self._full[0].path) == (severity, path):
+            return
+        state = "is full" if severity == "error" else f"runs full ({format_size(free_bytes)} left)"
+        message = (
+            f"the RAM tier of {format_size(self.size_bytes)} {state} while {path} grows "
+            f"({format_size(shard.size_bytes)} so far, {format_size(missing_bytes)} short) and nothing may be evicted: "
+            "its writer gets ENOSPC; evict or unpin a step, keep fewer steps, or mount with a larger size"
+        )
+        self._full = (RamProblem(severity, message, path), missing_bytes)
+        log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", message)
+
+    def _path_of(self, shard: _Shard) -> str:
+        try:
+            path = Path(f"/proc/self/fd/{shard.fd}").readlink()
+        except OSError:
+            return f"node {shard.nodeid}"
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+    def _unwritten_bytes(self) -> int:
+        """Room that growing shards hold beyond their ends."""
+        unwritten = 0
+        for shard in self._shards.values():
+            state = os.fstat(shard.fd)
+            unwritten += max(0, state.st_blocks * 512 - -(-state.st_size // 4096) * 4096)
+        return unwritten
+
+
+def _look(shard: _Shard, now: float) -> None:
+    """Bring what is known of a shard up to date."""
+    state = os.fstat(shard.fd)
+    held = state.st_blocks * 512
+    # A file made long by truncate, whose bytes come later and anywhere: no runway helps it.
+    shard.sparse = held + HUGE_PAGE < state.st_size
+    grown = state.st_size - shard.size_bytes
+    shard.rate = 0.0 if shard.sparse else growth.blended_rate(shard.rate, max(0, grown), now - shard.seen_at)
+    if grown:
+        shard.grown_at = now
+    shard.size_bytes, shard.seen_at = state.st_size, now
+    # Its writer may have cut it, which also drops what was given beyond its end.
+    if held + HUGE_PAGE < shard.given_bytes:
+        shard.given_bytes = state.st_size
+    shard.given_bytes = max(shard.given_bytes, state.st_size)
+
+
+__all__ = ["GrowingShard", "RamProblem", "RamTier", "RamUsage", "RoomState"]
