@@ -41,7 +41,7 @@ format: setup ## let ruff put the code in shape
 	$(RUN)/ruff format .
 
 bench: setup ## measure against baselines taken in the same run; results go to bench/results/
-	$(RUN)/python bench/run.py
+	PYTHONPATH=tests $(RUN)/python bench/run.py
 
 soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) during real saves
 	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults --timeout 3600 -v -rP

@@ -144,15 +144,13 @@ def main() -> None:
             tierfs("status", mountpoint, show=True)
             tierfs("ls", root, show=True)
 
-        with stage("Remove the checkpoints and unmount."):
-            shutil.rmtree(root)
-            tierfs("umount", mountpoint, show=True)
+        with stage("Unmount, and give back the memory with the checkpoints in it."):
+            tierfs("umount", "--discard", mountpoint, show=True)
             is_mounted = False
         print("\nAll went well.")
     finally:
         if is_mounted:
-            shutil.rmtree(root, ignore_errors=True)
-            subprocess.run([TIERFS, "umount", mountpoint], capture_output=True, timeout=60)
+            subprocess.run([TIERFS, "umount", "--discard", "--lazy", mountpoint], capture_output=True, timeout=150)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

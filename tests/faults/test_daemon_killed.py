@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -29,11 +31,12 @@ def test_daemon_killed_at_random_moments_costs_nobody_anything(
     begin = time.monotonic()
     job.next_event()
     round_s = time.monotonic() - begin
+    daemon = instance.daemon_pid()
     try:
         for _ in range(moments):
             time.sleep(dice.uniform(0, 1.5 * round_s))
-            killed = instance.kill_daemon()
-            instance.wait_for_new_daemon(killed)
+            os.kill(daemon, signal.SIGKILL)
+            daemon = instance.wait_for_new_daemon(daemon)
             job.next_event()
         stop.touch()
         seeds = job.wait()[0]

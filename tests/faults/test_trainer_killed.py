@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -34,23 +36,19 @@ def test_overwrite_killed_half_way_loads_all_old_or_all_new(
     job.next_event()
     save_s = job.next_event()
     job.wait()
+    daemon = instance.daemon_pid()
     held, seen = 2, {"old": 0, "new": 0}
     for seed in range(3, 3 + max(4, moments // 2)):
         job = Job(save_and_wait, step, seed, SIZE)
         job.next_event()
         time.sleep(dice.uniform(0, 1.3 * save_s))
         if daemon_too:
-            instance.wait_for_new_daemon(_kill_both(instance, job))
-        else:
-            job.kill()
+            os.kill(daemon, signal.SIGKILL)
+        job.kill()
+        if daemon_too:
+            daemon = instance.wait_for_new_daemon(daemon)
         wait_until(lambda: settled(instance), "the overwrite is finished or undone", SETTLES_WITHIN_S)
         found = run_ranks(identify_step, step, [held, seed], SIZE, world=1)[0]
         seen["new" if found == seed else "old"] += 1
         held = found
     print(f"outcomes: {seen}")
-
-
-def _kill_both(instance: Instance, job: Job) -> int:
-    pid = instance.kill_daemon()
-    job.kill()
-    return pid

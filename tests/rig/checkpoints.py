@@ -80,9 +80,14 @@ def quiet() -> Any:
 
 def save(step: Path, seed: int, size_bytes: int, *, collectives: bool = True, **writer: Any) -> None:
     """`dcp.save` with a stock FileSystemWriter, which takes `writer` as its options."""
+    save_state(step, state(seed, size_bytes), collectives=collectives, **writer)
+
+
+def save_state(step: Path, state_dict: dict[str, Any], *, collectives: bool = True, **writer: Any) -> None:
+    """The same for a state dict that is made already."""
     with quiet():
         dcp.save(
-            state(seed, size_bytes),
+            state_dict,
             storage_writer=dcp.FileSystemWriter(str(step), **writer),
             use_collectives=collectives,
         )

@@ -44,11 +44,12 @@ def save_until_stopped(rank: Rank, root: Path, size_bytes: int, overwrite: bool,
 
 def save_and_wait(rank: Rank, step: Path, seed: int, size_bytes: int) -> None:
     """Saves once. The test may kill it at any moment after "begin"."""
+    state = checkpoints.state(seed, size_bytes)
     dist.barrier()
     if rank.rank == 0:
         rank.report("begin")
     begin = time.monotonic()
-    checkpoints.save(step, seed, size_bytes)
+    checkpoints.save_state(step, state)
     if rank.rank == 0:
         rank.report(time.monotonic() - begin)
 

@@ -84,12 +84,6 @@ class Instance:
     def daemon_pid(self) -> int:
         return int(self.status()["daemon_pid"])
 
-    def kill_daemon(self) -> int:
-        """SIGKILLs the daemon and returns its process id. Reads it from disk: this must hit at a chosen moment."""
-        pid = int((self.runtime_path / "daemon.pid").read_text())
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
     def wait_for_new_daemon(self, old_pid: int, timeout_s: float = 20) -> int:
         """Waits until another daemon than `old_pid` answers, and returns its process id."""
 
@@ -119,12 +113,12 @@ class Instance:
         if self in self.live:
             self.live.remove(self)
         with contextlib.suppress(CommandFailed, subprocess.TimeoutExpired):
-            self.umount()
+            tierfs("umount", "--discard", self.name)
         if self._ram_path is None:
             return
         for name in ("keeper.pid", "daemon.pid"):
-            with contextlib.suppress(OSError, ValueError):
-                _kill_if_tierfs(int((self.runtime_path / name).read_text()))
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                _kill_if_tierfs(int((self.runtime_path / name).read_text().split()[0]))
         for path in (self.mountpoint, self._ram_path):
             while _is_mounted(path) and subprocess.run(["umount", "-l", path], capture_output=True).returncode == 0:
                 pass
