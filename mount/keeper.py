@@ -1,0 +1,483 @@
+"""The keeper: holds /dev/fuse and the RAM tier, and keeps a daemon running on them.
+
+It does nothing else, so it has nothing to crash on. As long as it lives the mount never shows "Transport endpoint
+is not connected": when the daemon dies, programs wait for the next one. When the keeper itself is killed the daemon
+serves on, and the next `tierfs mount` of the instance starts a keeper that adopts it.
+
+Between keeper and daemon: `python -m mount.daemon R fresh|takeover`, with the connection's descriptor number in
+TIERFS_FUSE_FD and that of a pipe in TIERFS_READY_FD, on which the daemon writes one line of JSON such as
+`{"resend": true}` once it serves. Exit status 0 means that the mount is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mount import kernel_mount
+from mount.handover import take_over_connection
+from mount.processes import package_environment, service_is_stopping
+from mount.ram_mount import end_instance, prepare_ram
+from mount.runtime import (
+    Instance,
+    LiveProcess,
+    MountRecord,
+    lock_keeper,
+    read_process,
+    read_record,
+    register,
+    write_atomically,
+    write_process,
+)
+from tierfs.errors import MountError, TierfsError
+from tierfs.settings import Settings
+from tierfs.settings_sources import settings_from_json
+
+log = logging.getLogger("tierfs.keeper")
+
+FUSE_FD = "TIERFS_FUSE_FD"
+READY_FD = "TIERFS_READY_FD"
+
+_MOST_FAILED_STARTS = 5
+_PAUSES_BEFORE_READY_S = (0.0, 0.1, 0.5, 1.0, 2.0)
+_PAUSES_AFTER_READY_S = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0)
+_SERVED_WELL_S = 30.0
+_READY_WITHIN_S = 120.0
+_DRAIN_WITHIN_S = 60.0
+_END_WITHIN_S = 5.0
+
+
+@dataclass
+class _Daemon:
+    process: LiveProcess
+    pidfd: int
+    child: subprocess.Popen[bytes] | None = None
+    """None for an adopted daemon, whose exit status nobody can learn."""
+    ready_pipe: int | None = None
+    ready: bool = False
+    resend: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+
+class Keeper:
+    """One mount, from mount(2) to its end. The caller holds the instance's keeper lock.
+
+    `on_ready` is called once, when the mount has answered a request.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        settings: Settings,
+        record: MountRecord,
+        *,
+        daemon_module: str = "mount.daemon",
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._instance = instance
+        self._settings = settings
+        self._record = record
+        self._daemon_module = daemon_module
+        self._on_ready = on_ready
+        self._fuse_fd = -1
+        self._mount_id = -1
+        self._announced = False
+        self._stopping = 0
+        self._deadline: float | None = None
+        self._forced = False
+        self._wake, self._signalled = socket.socketpair()
+        for end in (self._wake, self._signalled):
+            end.setblocking(False)
+
+    def run(self) -> int:
+        """Returns the exit status: 0 when the mount ended as somebody wished, 1 when it was given up.
+
+        MountError when it never came to a mount.
+        """
+        self._listen_for_signals()
+        try:
+            write_process(self._instance.keeper_pid, os.getpid())
+            daemon = self._adopt()
+            if daemon is None:
+                prepare_ram(self._instance, self._settings, privileged=self._record.privileged)
+                self._mount()
+                daemon = self._start("fresh")
+            register(self._instance, self._record.mountpoint)
+            status = self._keep(daemon)
+        except BaseException:
+            self._end(keep_log=True)
+            raise
+        self._end(keep_log=status != 0 or not self._announced)
+        return status
+
+    # --- the loop
+
+    def _keep(self, daemon: _Daemon) -> int:
+        failed_starts = quick_deaths = 0
+        while True:
+            status = self._watch(daemon)
+            os.close(daemon.pidfd)
+            served_s = time.monotonic() - daemon.started
+            if self._stopping or status == 0 or self._is_unmounted():
+                log.info("the daemon %d has ended, and the mount with it", daemon.process.pid)
+                return 0
+            how = "" if status is None else f" ({_describe(status)})"
+            log.error("the daemon %d died after %.1f s%s", daemon.process.pid, served_s, how)
+            if daemon.ready and self._announced:
+                failed_starts = 0
+                quick_deaths = 0 if served_s >= _SERVED_WELL_S else quick_deaths + 1
+                pause_s = _PAUSES_AFTER_READY_S[min(quick_deaths, len(_PAUSES_AFTER_READY_S) - 1)]
+            else:
+                failed_starts += 1
+                if failed_starts >= _MOST_FAILED_STARTS:
+                    log.critical(
+                        "given up: the daemon died %d times in a row as it started. %s is unmounted; what is in "
+                        "the RAM tier stays. The reason is in the lines above",
+                        failed_starts,
+                        self._record.mountpoint,
+                    )
+                    return 1
+                pause_s = _PAUSES_BEFORE_READY_S[min(failed_starts, len(_PAUSES_BEFORE_READY_S)) - 1]
+            if self._pause(pause_s):
+                return 0
+            # A daemon that was never ready may have died with the kernel's INIT read and not answered; one whose kernel
+            # can't resend took requests with it that would hang for ever. Both need a new connection.
+            can_resend = daemon.resend or (not daemon.ready and self._announced and self._resend_is_known())
+            if can_resend and kernel_mount.connection_is_alive(self._fuse_fd):
+                daemon = self._start("takeover")
+            else:
+                log.warning("mounting %s anew: programs that had files open there get errors", self._record.mountpoint)
+                self._mount()
+                daemon = self._start("fresh")
+
+    def _watch(self, daemon: _Daemon) -> int | None:
+        """Until the daemon ends; its exit status if that can be known."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(daemon.pidfd, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            if daemon.ready_pipe is not None:
+                selector.register(daemon.ready_pipe, selectors.EVENT_READ)
+            if daemon.ready:
+                self._announce_when_it_answers()
+            try:
+                while True:
+                    events = {key.fd for key, _ in selector.select(self._time_left(daemon))}
+                    if daemon.ready_pipe in events:
+                        selector.unregister(daemon.ready_pipe)
+                        self._hear_ready(daemon)
+                    if self._wake.fileno() in events:
+                        self._hear_wake(daemon)
+                    if daemon.pidfd in events:
+                        return daemon.child.wait() if daemon.child is not None else None
+                    self._press(daemon)
+            finally:
+                if daemon.ready_pipe is not None:
+                    os.close(daemon.ready_pipe)
+                    daemon.ready_pipe = None
+
+    def _time_left(self, daemon: _Daemon) -> float | None:
+        deadlines = [] if self._deadline is None else [self._deadline]
+        if not daemon.ready:
+            deadlines.append(daemon.started + _READY_WITHIN_S)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _press(self, daemon: _Daemon) -> None:
+        """Goes one step further with a daemon that is late: to be ready, or to end when asked."""
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            if not self._forced:
+                log.warning("the daemon %d does not end; aborting the connection", daemon.process.pid)
+                self._forced = True
+                self._deadline = now + _END_WITHIN_S
+                self._detach(force=True)
+            else:
+                log.error("the daemon %d does not end; killing it", daemon.process.pid)
+                self._deadline = None
+                daemon.process.send_signal(signal.SIGKILL)
+        elif not daemon.ready and now >= daemon.started + _READY_WITHIN_S:
+            log.error("the daemon %d was not ready within %.0f s; killing it", daemon.process.pid, _READY_WITHIN_S)
+            daemon.process.send_signal(signal.SIGKILL)
+            daemon.started = now  # a new term, in case the kill takes its time
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits; True when asked to stop meanwhile."""
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            while not self._stopping:
+                left_s = deadline - time.monotonic()
+                if selector.select(max(0.0, left_s)):
+                    self._hear_wake(None)
+                elif left_s <= 0:
+                    break
+        return self._stopping > 0
+
+    # --- what it hears
+
+    def _listen_for_signals(self) -> None:
+        signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # the byte on the wakeup descriptor is what counts
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _hear_wake(self, daemon: _Daemon | None) -> None:
+        try:
+            heard = self._wake.recv(64)
+        except BlockingIOError:
+            return
+        if 0 in heard and not self._announced:
+            self._announced = True
+            log.info("%s is ready", self._record.mountpoint)
+            self._on_ready()
+        stops = sum(number in (signal.SIGTERM, signal.SIGINT) for number in heard)
+        if not stops:
+            return
+        self._stopping += stops
+        if daemon is None:
+            return
+        if self._stopping == stops:
+            log.info("asked to stop: the daemon %d finishes what it does", daemon.process.pid)
+            service_is_stopping()
+            self._deadline = time.monotonic() + _DRAIN_WITHIN_S
+            daemon.process.send_signal(signal.SIGTERM)
+        if self._stopping > 1 and not self._forced:
+            self._deadline = time.monotonic()
+
+    def _hear_ready(self, daemon: _Daemon) -> None:
+        assert daemon.ready_pipe is not None
+        line = os.read(daemon.ready_pipe, 65536)
+        os.close(daemon.ready_pipe)
+        daemon.ready_pipe = None
+        if not line:
+            return  # it is ending; its pidfd will tell
+        try:
+            said: Any = json.loads(line)
+        except ValueError:
+            said = None
+        said = said if isinstance(said, dict) else {}
+        daemon.ready = True
+        daemon.resend = bool(said.get("resend", False)) and self._settings.resend != "off"
+        write_atomically(self._instance.daemon_ready, json.dumps({**said, "pid": daemon.process.pid}) + "\n")
+        log.info("the daemon %d is ready %s", daemon.process.pid, json.dumps(said))
+        self._announce_when_it_answers()
+
+    def _announce_when_it_answers(self) -> None:
+        """Stats the mount point in a thread of its own, since nobody can say how long that takes."""
+        if self._announced:
+            return
+
+        def ask() -> None:
+            with suppress(OSError):
+                os.stat(self._record.mountpoint)
+                self._signalled.send(b"\0")
+
+        threading.Thread(target=ask, name="first stat", daemon=True).start()
+
+    def _resend_is_known(self) -> bool:
+        try:
+            said = json.loads(self._instance.daemon_ready.read_text())
+        except (OSError, ValueError):
+            return False
+        return bool(said.get("resend", False)) and self._settings.resend != "off"
+
+    # --- what it does
+
+    def _adopt(self) -> _Daemon | None:
+        """The living daemon of a keeper that was killed, or None when there is none."""
+        process = read_process(self._instance.daemon_pid)
+        if process is None:
+            return None
+        self._fuse_fd = take_over_connection(self._instance, process)
+        pidfd = process.pidfd()
+        if pidfd is None or not kernel_mount.connection_is_alive(self._fuse_fd):
+            if not process.wait(_END_WITHIN_S):
+                raise MountError(
+                    f"the daemon {process.pid} of an earlier mount has no connection and does not end; "
+                    f"kill {process.pid}, then mount again"
+                )
+            os.close(self._fuse_fd)
+            self._fuse_fd = -1
+            return None
+        entry = kernel_mount.find_mount(self._record.mountpoint)
+        if entry is None or not entry.is_tierfs:
+            os.close(self._fuse_fd)
+            self._fuse_fd = -1
+            os.close(pidfd)
+            raise MountError(
+                f"{self._record.mountpoint} was unmounted lazily and programs still use files in it (daemon "
+                f"{process.pid}): end them, or kill the daemon, then mount again"
+            )
+        self._mount_id = entry.mount_id
+        log.info("adopted the daemon %d, whose keeper was killed", process.pid)
+        daemon = _Daemon(process, pidfd, resend=self._resend_is_known())
+        daemon.ready = self._instance.daemon_ready.exists()
+        return daemon
+
+    def _mount(self) -> None:
+        """A new connection on the mount point; what is left there of an old one goes."""
+        if self._fuse_fd >= 0:
+            os.close(self._fuse_fd)
+            self._fuse_fd = -1
+        kernel_mount.detach_dead(self._record.mountpoint)
+        self._instance.daemon_ready.unlink(missing_ok=True)
+        wanted = self._settings.allow_other
+        allowed = kernel_mount.other_users_allowed()
+        if wanted == "on" and not allowed:
+            raise MountError("allow_other needs the line `user_allow_other` in /etc/fuse.conf, which root can add")
+        allow_other = allowed and wanted != "off" and (wanted == "on" or self._record.privileged)
+        options = self._record.kernel_options
+        if self._record.privileged:
+            fd = kernel_mount.open_device()
+            try:
+                kernel_mount.mount_device(
+                    fd, self._record.mountpoint, allow_other=allow_other, kernel_options=options
+                )
+            except MountError:
+                os.close(fd)
+                raise
+            self._fuse_fd = fd
+        else:
+            self._fuse_fd = kernel_mount.fusermount_mount(
+                self._record.mountpoint, allow_other=allow_other, kernel_options=options
+            )
+        entry = kernel_mount.find_mount(self._record.mountpoint)
+        self._mount_id = -1 if entry is None else entry.mount_id
+
+    def _start(self, mode: str) -> _Daemon:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        environment = package_environment()
+        for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID"):  # these are the keeper's own
+            environment.pop(name, None)
+        environment |= {FUSE_FD: str(self._fuse_fd), READY_FD: str(writing)}
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", self._daemon_module, str(self._instance.directory), mode],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),  # whatever it prints belongs into the log
+                env=environment,
+                pass_fds=(self._fuse_fd, writing),
+                cwd=self._instance.directory,
+                start_new_session=True,  # a Ctrl-C in the keeper's terminal is the keeper's to pass on
+            )
+        except OSError as error:
+            os.close(reading)
+            raise MountError(f"the daemon can't be started: {error.strerror} ({sys.executable})") from error
+        finally:
+            os.close(writing)
+        log.info("started the daemon %d (%s)", child.pid, mode)
+        process = write_process(self._instance.daemon_pid, child.pid) or LiveProcess(child.pid, 0)
+        return _Daemon(process, os.pidfd_open(child.pid), child, reading)  # not reaped yet, so the pid is its own
+
+    # --- the end
+
+    def _is_unmounted(self) -> bool:
+        """Whether somebody unmounted it. A connection that was only aborted still has its mount, and gets a new one.
+
+        After `umount -l` programs may use open files, and the connection lives: then it is not unmounted yet, unless
+        the daemon can't be replaced on this connection.
+        """
+        entry = kernel_mount.find_mount(self._record.mountpoint)
+        gone = entry is None or entry.mount_id != self._mount_id
+        return gone and not (kernel_mount.connection_is_alive(self._fuse_fd) and self._resend_is_known())
+
+    def _detach(self, *, force: bool = False) -> None:
+        entry = kernel_mount.find_mount(self._record.mountpoint)
+        if entry is None or entry.mount_id != self._mount_id:
+            return
+        try:
+            kernel_mount.unmount(self._record.mountpoint, lazy=True, force=force)
+        except (OSError, MountError) as error:
+            log.error("%s can't be unmounted: %s", self._record.mountpoint, error)
+
+    def _end(self, *, keep_log: bool) -> None:
+        self._detach()
+        if self._fuse_fd >= 0:
+            os.close(self._fuse_fd)
+            self._fuse_fd = -1
+        end_instance(self._instance, keep_log=keep_log)
+
+
+def keep(instance: Instance, *, daemon_module: str = "mount.daemon", on_ready: Callable[[], None]) -> int:
+    """Runs the keeper of an instance in this process until its mount ends; see `Keeper.run`."""
+    lock = lock_keeper(instance)
+    try:
+        settings = settings_from_json(instance.settings.read_text())
+        record = read_record(instance)
+        if record is None:
+            raise MountError(f"{instance.mount_record} is missing or damaged; mount with `tierfs mount`")
+        _raise_file_limit()
+        return Keeper(instance, settings, record, daemon_module=daemon_module, on_ready=on_ready).run()
+    finally:
+        os.close(lock)
+
+
+def _raise_file_limit() -> None:
+    """The daemon, which inherits it, holds a descriptor for each file that the kernel knows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in ((1 << 20, max(hard, 1 << 20)), (hard, hard)):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            return
+        except (OSError, ValueError):
+            continue
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+def set_up_log() -> None:
+    """The keeper's lines go to standard error: the terminal, the journal, or `R/log/keeper.log`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s keeper %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m mount.keeper R`: what `tierfs mount` starts. Says how it went on `--report-fd`, a line of JSON."""
+    parser = argparse.ArgumentParser(prog="mount.keeper")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--report-fd", type=int)
+    parser.add_argument("--daemon-module", default="mount.daemon")
+    given = parser.parse_args(arguments)
+    set_up_log()
+
+    def report(said: dict[str, Any]) -> None:
+        if given.report_fd is not None:
+            with suppress(OSError):
+                os.write(given.report_fd, json.dumps(said).encode() + b"\n")
+                os.close(given.report_fd)
+            given.report_fd = None
+
+    if given.report_fd is not None:
+        os.set_inheritable(given.report_fd, False)
+    try:
+        return keep(
+            Instance(given.directory), daemon_module=given.daemon_module, on_ready=lambda: report({"ready": True})
+        )
+    except (TierfsError, OSError) as error:
+        log.error("%s", error)
+        report({"error": str(error)})
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""From settings and a mount point to a running keeper: what `tierfs mount` and the mount(8) helper share."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mount import kernel_mount
+from mount.processes import package_environment
+from mount.runtime import (
+    Instance,
+    MountRecord,
+    already_mounted,
+    default_parent,
+    find_instance,
+    instance_name,
+    keeper_is_alive,
+    log_directory,
+    make_instance,
+    read_process,
+    read_record,
+    real_mountpoint,
+    write_atomically,
+    write_record,
+)
+from tierfs.errors import MountError, NotFound
+from tierfs.settings import Settings
+from tierfs.settings_sources import load_settings, settings_from_json, settings_to_json, split_mount_options
+
+READY_WITHIN_S = 30.0
+_TAIL_LINES = 15
+
+UNPRIVILEGED_LIMITS = (
+    "mounted without root: no kernel passthrough, no ballast and no size limit of its own (the RAM tier is a plain "
+    "directory in shared memory), other users only with user_allow_other in /etc/fuse.conf"
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An instance whose keeper can be started."""
+
+    instance: Instance
+    settings: Settings
+    record: MountRecord
+    adopts: bool
+    """A daemon of it lives without a keeper: it goes on with the settings it has."""
+    notes: tuple[str, ...]
+    """What the user should read once it is mounted."""
+
+
+def prepare_mount(
+    mountpoint: Path, options: Sequence[str], *, config: Path | None = None, flags: Mapping[str, str] | None = None
+) -> Prepared:
+    """Checks everything that can be checked before, and makes the runtime directory.
+
+    SettingsError for settings, MountError for the rest: a mount point that is missing its parent, is no directory,
+    is not empty (without `-o nonempty`), or is in use by another instance; a name that is mounted already.
+    """
+    kernel_options = split_mount_options(options).kernel
+    if "ro" in kernel_options:
+        raise MountError("tierfs can't be mounted read-only: leave out the option `ro`")
+    place = real_mountpoint(mountpoint)
+    settings = load_settings(config, os.environ, options, flags or {}, default_name=instance_name(place))
+    instance = Instance(Path(os.path.realpath(settings.runtime_dir or default_parent())) / settings.name)
+    if keeper_is_alive(instance):
+        raise already_mounted(instance)
+    notes = [*settings.warnings]
+    before = read_record(instance)
+    daemon = read_process(instance.daemon_pid)
+    if daemon is not None and before is not None:
+        if before.mountpoint != str(place):
+            raise MountError(
+                f"the instance {instance.name!r} is served on {before.mountpoint} by the daemon {daemon.pid}, whose "
+                f"keeper was killed: mount it there again, or unmount it with `tierfs umount {before.mountpoint}`"
+            )
+        notes.append(f"adopted the running daemon {daemon.pid}; changed settings take effect at the next mount")
+        running = settings_from_json(instance.settings.read_text())
+        return Prepared(instance, running, before, True, tuple(notes))
+
+    _free_mountpoint(place, instance)
+    nonempty = any("nonempty" in option.split(",") for option in options)
+    privileged = os.geteuid() == 0
+    make_instance(instance.directory.parent, instance.name)
+    made = _make_mountpoint(place, nonempty=nonempty)
+    if made:
+        notes.append(f"made the directory {place}; `tierfs umount` removes it")
+    if not privileged:
+        notes.append(UNPRIVILEGED_LIMITS)
+    record = MountRecord(str(place), privileged, made, kernel_options)
+    write_atomically(instance.settings, settings_to_json(settings))
+    write_record(instance, record)
+    return Prepared(instance, settings, record, False, tuple(notes))
+
+
+def _free_mountpoint(place: Path, instance: Instance) -> None:
+    """Detaches a dead tierfs mount; refuses to mount over a living one, which would hide it."""
+    entry = kernel_mount.find_mount(str(place))
+    if entry is None or not entry.is_tierfs:
+        return
+    with suppress(NotFound):
+        other = find_instance(place)
+        if other.directory != instance.directory and (
+            keeper_is_alive(other) or read_process(other.daemon_pid) is not None
+        ):
+            raise MountError(f"the instance {other.name!r} is mounted on {place} already; unmount it first")
+    if answers(place, timeout_s=2.0):
+        raise MountError(f"a tierfs mount that this user knows nothing of is on {place}; unmount it first")
+    kernel_mount.detach_dead(str(place))
+
+
+def answers(place: Path, *, timeout_s: float) -> bool:
+    """Whether the file system at `place` answers a request in time. A thread asks, since it may hang."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(OSError):
+            os.statvfs(place)
+            answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answered.is_set()
+
+
+def _make_mountpoint(place: Path, *, nonempty: bool) -> bool:
+    try:
+        place.mkdir()
+        return True
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise MountError(f"the mount point {place} can't be made: {error.strerror}; make it first") from error
+    if not place.is_dir():
+        raise MountError(f"the mount point {place} is not a directory")
+    try:
+        with os.scandir(place) as entries:
+            first = next(entries, None)
+    except OSError as error:
+        raise MountError(f"the mount point {place} can't be read: {error.strerror}") from error
+    if first is not None and not nonempty:
+        raise MountError(
+            f"the mount point {place} is not empty (it holds {first.name!r}, which the mount would hide); name "
+            "another, or mount with -o nonempty"
+        )
+    return False
+
+
+def start_detached(
+    prepared: Prepared, *, timeout_s: float = READY_WITHIN_S, daemon_module: str = "mount.daemon"
+) -> dict[str, Any]:
+    """Starts the keeper as a process of its own and waits until the mount answers.
+
+    Returns what the daemon said when it was ready. MountError has the reason and the last lines of the log.
+    """
+    instance = prepared.instance
+    log_path = log_directory(instance, prepared.settings) / "keeper.log"
+    log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    command = [sys.executable, "-m", "mount.keeper", str(instance.directory)]
+    command += ["--report-fd", str(writing), "--daemon-module", daemon_module]
+    with open(log_path, "ab") as log_file, os.fdopen(reading, "rb") as report:
+        log_start = log_file.tell()
+        try:
+            keeper = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                env=package_environment(),
+                pass_fds=(writing,),
+                cwd=instance.directory,
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        said = _hear_report(report.fileno(), timeout_s)
+        if said is None:
+            keeper.send_signal(signal.SIGTERM)
+            said = {"error": f"the mount did not answer within {timeout_s:.0f} s"}
+        if "error" in said:
+            with suppress(subprocess.TimeoutExpired):
+                keeper.wait(10)
+            raise MountError(
+                f"{said['error']}\nthe last lines of {log_path}:\n{_tail(log_path, log_start)}".rstrip()
+            )
+        keeper.returncode = 0  # it lives on; keeps subprocess from warning that nobody waited for it
+    with suppress(OSError, ValueError):
+        told: dict[str, Any] = json.loads(instance.daemon_ready.read_text())
+        return told
+    return {}
+
+
+def _hear_report(fd: int, timeout_s: float) -> dict[str, Any] | None:
+    deadline = time.monotonic() + timeout_s
+    heard = b""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while not heard.endswith(b"\n"):
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return None
+        data = os.read(fd, 65536)
+        if not data:
+            return {"error": "the keeper ended before the mount was ready"}
+        heard += data
+    said: dict[str, Any] = json.loads(heard)
+    return said
+
+
+def _tail(path: Path, start: int) -> str:
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
+    return ""
