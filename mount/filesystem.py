@@ -248,7 +248,7 @@ class TierFs(pyfuse3.Operations):
         if fields.update_uid or fields.update_gid:
             os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
         if fields.update_mode:
-            Path(path).chmod(stat.S_IMODE(attr.st_mode))
+            os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
         if fields.update_atime or fields.update_mtime:
             syscalls.set_times(
                 path.encode(),

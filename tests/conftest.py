@@ -1,0 +1,33 @@
+"""What every kind of test may need."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def repository() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+def needs_fuse() -> None:
+    needs_root()
+    if not Path("/dev/fuse").exists():
+        pytest.skip("needs /dev/fuse")
+
+
+def wait_until(condition: Callable[[], object], what: str, *, timeout_s: float = 10.0) -> None:
+    """Wait for a condition, with a bound; the message names what was waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.01)
