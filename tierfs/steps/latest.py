@@ -98,4 +98,4 @@ class LatestLink:
         return True
 
     def _flag(self, namespace: str) -> Path:
-        return self._meta / "latest" / escape_namespace(namespace)
+        return self._meta / "%latest" / (escape_namespace(namespace) + ".user")

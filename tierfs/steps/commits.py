@@ -1,0 +1,102 @@
+"""Commit: the one moment when a step becomes whole."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import trio
+
+from tierfs.errors import CommitRefused, MarkerUnreadable
+from tierfs.steps.completion import shortfall
+from tierfs.steps.markers import Marker, is_data_file_name, read_dcp_marker
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import StepRegistry
+from tierfs.units import format_duration, format_size
+
+log = logging.getLogger("tierfs.steps")
+
+#: close(2) returns before the kernel's RELEASE is handled, so a marker may come a moment before the last file is
+#: known to be closed. A file that is open for longer than this really is.
+CLOSE_GRACE_S = 5.0
+
+
+async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marker, path: Path) -> frozenset[str] | None:
+    """Read the marker at `path`, about to be renamed into place, and hold it against what the step has.
+
+    Returns the files it names (paths inside the step), or None when the marker can't be read: then the rename may go
+    on, but the step doesn't become complete. Raises CommitRefused where files are missing, short, stale or open.
+    """
+    try:
+        content = await trio.to_thread.run_sync(read_dcp_marker, path)
+    except MarkerUnreadable as error:
+        record.manifest.note = error.message
+        registry.problem("warning", f"{error.message}; the step stays incomplete", record.rel)
+        log.warning("%s", error.message, extra=registry.extra(record, marker.name))
+        return None
+    with trio.move_on_after(CLOSE_GRACE_S):
+        while shortfall(record, marker, content).still_open:
+            await record.writer_left.wait()
+    lacking = shortfall(record, marker, content)
+    if not lacking:
+        directory = f"{marker.directory}/" if marker.directory else ""
+        return frozenset(directory + name for name in content.files)
+    sentence = lacking.sentence()
+    message = (
+        f"commit of {record.rel} refused: {sentence}. The step stays incomplete, older steps stay whole; save it again"
+    )
+    record.manifest.note = f"commit refused: {sentence}"
+    record.unsaved = True
+    log.error("%s", message, extra=registry.extra(record, marker.name))
+    registry.lines.write(
+        record.manifest.namespace, f"commit refused: {sentence}", level="ERROR", step=record.manifest.number
+    )
+    registry.problem("error", message, record.rel)
+    raise CommitRefused(
+        message,
+        missing=lacking.missing + lacking.stale + lacking.still_open,
+        short={name: (has, least) for name, has, least in lacking.short},
+    )
+
+
+def commit(
+    registry: StepRegistry, record: StepRecord, *, marker: str | None, named: frozenset[str], note: str = ""
+) -> None:
+    """The step is whole: say so in the manifest, let go of the old generation, and move `latest`."""
+    manifest = record.manifest
+    current = manifest.overwrite
+    old_directory = registry.old_directory(record)
+    manifest.files = {
+        inner: entry
+        for inner, entry in record.scan().items()
+        # Left over from an earlier save by more ranks: it lies there, but is no part of this step.
+        if not (named and is_data_file_name(inner.rpartition("/")[2]) is not None and inner not in named)
+    }
+    manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
+    manifest.marker = marker
+    manifest.state = "complete"
+    manifest.generation = current.generation if current is not None else manifest.generation
+    manifest.completed_at = time.time()
+    manifest.overwrite = None
+    manifest.note = note
+    registry.save(record)
+    if old_directory is not None:
+        registry.discard(old_directory)
+    registry.checksum_soon(
+        record, {inner for inner, entry in manifest.files.items() if entry.sealed and entry.checksum is None}
+    )
+    registry.clear_problems(record.rel)
+    took = ""
+    if record.first_write_at is not None:
+        took = f" in {format_duration(time.monotonic() - record.first_write_at)}"
+        record.first_write_at = None
+    registry.lines.write(
+        manifest.namespace,
+        f"complete: {len(manifest.files)} files, {format_size(manifest.bytes)}{took}, generation {manifest.generation}",
+        step=manifest.number,
+    )
+    log.info("step is complete", extra=registry.extra(record))
+    registry.update_latest(manifest.namespace)
+    registry.make_room(0)
+    registry.wake.set()

@@ -1,0 +1,167 @@
+"""One step as this node knows it: its manifest, and what only a running daemon knows (writers, who asked lately)."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import trio
+
+from tierfs.steps import overwrite, participants
+from tierfs.steps.manifest import FileEntry, Manifest
+from tierfs.steps.markers import MarkerRules, is_data_file_name
+
+#: Files that hold a model's state, by their suffix. A small file of another kind (a config, a README) may be edited
+#: inside a complete step without that being taken for the start of another save.
+SHARD_SUFFIXES = frozenset(
+    [
+        ".distcp",
+        ".safetensors",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+        ".npy",
+        ".npz",
+        ".pkl",
+        ".gguf",
+        ".msgpack",
+        ".h5",
+        ".index",
+        ".zarr",
+    ]
+)
+SMALL_FILE_BYTES = 64 << 10
+
+#: A process that looked for the marker this long before an overwrite began takes part in it: DCP looks for the old
+#: marker in every rank when it plans a save, but only writers open files.
+LOOKED_LATELY_S = 60.0
+LOOKS_KEPT = 256
+
+
+@dataclass
+class Writer:
+    """An inode of the step that is open for writing."""
+
+    inner: str
+    pid: int
+    since: float
+
+
+@dataclass
+class StepRecord:
+    """A step's manifest and its running state. `directory` is the step's directory in the RAM tier."""
+
+    manifest: Manifest
+    directory: Path
+    writers: dict[int, Writer] = field(default_factory=dict)
+    looked: dict[int, float] = field(default_factory=dict)
+    unsaved: bool = False
+    first_write_at: float | None = None
+    writer_left: trio.Event = field(default_factory=trio.Event)
+    lock: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.manifest.namespace, self.manifest.step
+
+    @property
+    def rel(self) -> str:
+        return f"{self.manifest.namespace}/{self.manifest.step}"
+
+    @property
+    def is_complete(self) -> bool:
+        """The step is whole and nothing is being changed in it."""
+        return self.manifest.state == "complete" and self.manifest.overwrite is None
+
+    @property
+    def shown_state(self) -> str:
+        """The state that people are shown: a complete step that is being changed is `writing`."""
+        return self.manifest.state if self.manifest.overwrite is None else "writing"
+
+    def generation_of(self, inner: str) -> int:
+        """The generation that the file under this name belongs to."""
+        current = self.manifest.overwrite
+        if current is None or self.is_of_old_generation(inner):
+            return self.manifest.generation
+        return current.generation
+
+    def looked_for_marker(self, pid: int) -> None:
+        if len(self.looked) >= LOOKS_KEPT:
+            self.looked.pop(next(iter(self.looked)))
+        self.looked[pid] = time.time()
+
+    def touch(self, pid: int = 0) -> None:
+        """Something in the step changed; `pid` did it (0: unknown)."""
+        self.manifest.changed_at = time.time()
+        self.unsaved = True
+        current = self.manifest.overwrite
+        if current is not None and pid > 0 and str(pid) not in current.participants:
+            started = participants.start_time(pid)
+            if started is not None:
+                current.participants[str(pid)] = started
+
+    def recent_participants(self, pid: int) -> dict[str, int]:
+        """Who takes part in an overwrite that `pid` begins now."""
+        since = time.time() - LOOKED_LATELY_S
+        found = {}
+        for candidate in {pid, *(looker for looker, at in self.looked.items() if at >= since)}:
+            started = participants.start_time(candidate)
+            if started is not None:
+                found[str(candidate)] = started
+        return found
+
+    def is_protected(self, inner: str, rules: MarkerRules) -> bool:
+        """True for a file of the complete step whose change would make the step another one."""
+        entry = self.manifest.files.get(inner)
+        if self.manifest.state != "complete" or entry is None or self.manifest.completed_at is None:
+            return False
+        if inner == self.manifest.marker or rules.match(inner) is not None:
+            return True
+        if entry.mtime_ns > self.manifest.completed_at * 1e9:
+            return False  # added after the step was complete, so no part of what was committed
+        return PurePosixPath(inner).suffix in SHARD_SUFFIXES or entry.size_bytes >= SMALL_FILE_BYTES
+
+    def is_of_old_generation(self, inner: str) -> bool:
+        """True when what stands under the name is still the inode of the generation that was set aside."""
+        current = self.manifest.overwrite
+        if current is None or inner not in current.old_files:
+            return False
+        try:
+            return os.lstat(self.directory / inner).st_ino == current.old_files[inner].ino
+        except FileNotFoundError:
+            return False
+
+    def open_names(self) -> set[str]:
+        return {writer.inner for writer in self.writers.values()}
+
+    def is_written_by_dcp(self) -> bool:
+        """True when the step holds files that only DCP makes, so that a marker is to be expected."""
+        return any(is_data_file_name(PurePosixPath(inner).name) is not None for inner in self.scan())
+
+    def scan(self) -> dict[str, FileEntry]:
+        """The regular files that are there now. What is known of an unchanged inode (its checksum) is kept."""
+        known = self.manifest.files
+        is_open = self.open_names()
+        found: dict[str, FileEntry] = {}
+        try:
+            for inner, info in overwrite.walk(self.directory):
+                if not stat.S_ISREG(info.st_mode):
+                    continue
+                sealed = inner not in is_open
+                entry = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, None, sealed)
+                before = known.get(inner)
+                if sealed and before is not None and same_bytes(before, entry):
+                    entry = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, before.checksum, True)
+                found[inner] = entry
+        except FileNotFoundError:
+            pass
+        return found
+
+
+def same_bytes(one: FileEntry, other: FileEntry) -> bool:
+    """True when both entries describe the same inode with the same size and modification time."""
+    return (one.ino, one.size_bytes, one.mtime_ns) == (other.ino, other.size_bytes, other.mtime_ns)

@@ -1,0 +1,117 @@
+"""A new daemon finds the steps again: from their manifests, and from the tree, which is the truth."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from tierfs.steps import generations
+from tierfs.steps.latest import NAME as LATEST
+from tierfs.steps.manifest import load_all, remove_unfinished
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import StepRegistry
+
+log = logging.getLogger("tierfs.steps")
+
+
+def recover(registry: StepRegistry) -> None:
+    """Fill an empty registry. Blocking, before requests are served; a step of a thousand files takes milliseconds.
+
+    What is done half is done again or undone: an overwrite goes on (its writers may live), old generations that no
+    manifest names are freed, steps whose directory is gone are forgotten. Every step that is not complete is judged.
+    """
+    remove_unfinished(registry.tier.meta)
+    manifests, problems = load_all(registry.tier.meta)
+    for problem in problems:
+        # The tree still holds the files: the step is found again below, and judged by its marker.
+        log.warning("%s; the step is judged anew by its marker", problem.message)
+        problem.path.unlink(missing_ok=True)
+    for manifest in manifests:
+        record = StepRecord(manifest, registry.root / manifest.namespace / manifest.step)
+        registry.records[record.key] = record
+        if not record.directory.is_dir() or record.directory.is_symlink():
+            registry.forget(record)
+        else:
+            _check(registry, record)
+    for rel in _step_directories(registry):
+        where = registry.names.locate(rel)
+        if where is not None and registry.at(where) is None:
+            found = registry.at_or_new(where)
+            if found is not None:
+                found.manifest.files = found.scan()
+    _discard_unnamed(registry)
+    for record in registry.records.values():
+        if not record.is_complete:
+            registry.judge_soon(record)
+        registry.checksum_soon(
+            record, {name for name, entry in record.manifest.files.items() if entry.sealed and entry.checksum is None}
+        )
+    for namespace in {namespace for namespace, _ in registry.records}:
+        registry.update_latest(namespace)
+
+
+def _check(registry: StepRegistry, record: StepRecord) -> None:
+    manifest = record.manifest
+    old_directory = registry.old_directory(record)
+    if manifest.overwrite is not None and old_directory is not None:
+        if old_directory.is_dir():
+            generations.remove_old_markers(registry, record)
+        else:
+            # The manifest says that a generation was set aside, and it is not there: nothing can be put back.
+            manifest.overwrite = None
+            manifest.state = "writing"
+            manifest.note = "the generation set aside is gone; the step is judged anew"
+            record.unsaved = True
+    if manifest.state != "complete" or manifest.overwrite is not None:
+        manifest.files = record.scan()
+        return
+    here = record.scan()
+    lost = [name for name, entry in manifest.files.items() if name not in here or here[name].ino != entry.ino]
+    if lost:
+        manifest.state = "writing"
+        manifest.completed_at = None
+        manifest.note = f"no longer complete: {', '.join(sorted(lost)[:4])} changed while no daemon ran"
+        manifest.files = here
+        record.unsaved = True
+        log.warning("%s", manifest.note, extra=registry.extra(record))
+
+
+def _step_directories(registry: StepRegistry) -> list[str]:
+    """Every directory of the tree that is a step, relative to the root; steps are not descended into."""
+    found = []
+    pending = [""]
+    while pending:
+        directory = pending.pop()
+        with os.scandir(registry.root / directory) as entries:
+            for entry in entries:
+                if entry.name == LATEST or not entry.is_dir(follow_symlinks=False):
+                    continue
+                rel = f"{directory}/{entry.name}" if directory else entry.name
+                where = registry.names.locate(rel)
+                if where is not None and where.inner == "":
+                    found.append(rel)
+                    # A name of digits may be a namespace of steps with better names (`2026/step_5`).
+                    if not entry.name.isdigit():
+                        continue
+                pending.append(rel)
+    return found
+
+
+def _discard_unnamed(registry: StepRegistry) -> None:
+    """Old generations, half-built ones and scratch files that no manifest names."""
+    named = {old for record in registry.records.values() if (old := registry.old_directory(record)) is not None}
+    for entry in list(registry.tier.generations.iterdir()):
+        if not entry.is_dir():
+            entry.unlink(missing_ok=True)
+            continue
+        for kept in list(entry.iterdir()):
+            if kept not in named:
+                _discard(registry, kept)
+
+
+def _discard(registry: StepRegistry, path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        registry.discard(path)
+    else:
+        path.unlink(missing_ok=True)

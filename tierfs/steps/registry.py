@@ -1,0 +1,216 @@
+"""All steps of a mount: their records, where they lie, and what has to change with them (`latest`, room, problems).
+
+Everything that decides about steps works on this one object. It is used from one thread only, so a change between
+two awaits is atomic.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from tierfs.logs import NamespaceLog
+from tierfs.ram.tier import RamTier
+from tierfs.settings import Settings
+from tierfs.steps.latest import NAME as LATEST
+from tierfs.steps.latest import LatestLink
+from tierfs.steps.manifest import Manifest, delete_manifest, save_manifest
+from tierfs.steps.markers import MarkerRules
+from tierfs.steps.names import StepNames, StepPath
+from tierfs.steps.record import StepRecord
+from tierfs.steps.retention import StepFacts, choose_evictions
+
+Key = tuple[str, str]
+
+#: Refusals and give-ups that `status` shows; the log has them all.
+PROBLEMS_KEPT = 50
+
+
+class StepRegistry:
+    """See the module. `invalidate` and `open_handles` are set by the file system; the defaults do nothing."""
+
+    def __init__(self, tier: RamTier, settings: Settings, lines: NamespaceLog) -> None:
+        self.tier = tier
+        self.root = tier.root
+        self.settings = settings
+        self.lines = lines
+        self.names = StepNames(settings.steps.patterns)
+        self.rules = MarkerRules(settings.steps.markers)
+        self.latest = LatestLink(tier.root, tier.meta, self.names, mode=settings.steps.latest)
+        self.records: dict[Key, StepRecord] = {}
+        self.problems: list[dict[str, str]] = []
+        #: (directory, name) changed without the kernel's knowing.
+        self.invalidate: Callable[[str, str], None] = lambda directory, name: None
+        #: How many handles are open on an inode.
+        self.open_handles: Callable[[int], int] = lambda nodeid: 0
+        #: What the background work looks at next, and what wakes it.
+        self.to_judge: set[Key] = set()
+        self.to_checksum: dict[Key, set[str]] = {}
+        self.wake = trio.Event()
+
+    # --- finding
+
+    def at(self, where: StepPath) -> StepRecord | None:
+        """What is known of the step."""
+        return self.records.get((where.namespace, where.step))
+
+    def at_or_new(self, where: StepPath) -> StepRecord | None:
+        """The same, with a record begun where there is a directory of that name."""
+        record = self.at(where)
+        if record is None:
+            directory = self.root / where.step_rel
+            if not directory.is_dir() or directory.is_symlink():
+                return None
+            now = time.time()
+            manifest = Manifest(where.namespace, where.step, where.number, created_at=now, changed_at=now)
+            record = StepRecord(manifest, directory, unsaved=True)
+            self.records[record.key] = record
+        return record
+
+    def of_namespace(self, namespace: str) -> list[StepRecord]:
+        return [record for (where, _), record in self.records.items() if where == namespace]
+
+    def newest_complete(self, namespace: str, *, other_than: str | None = None) -> StepRecord | None:
+        """The complete step with the highest number."""
+        found = [
+            record for record in self.of_namespace(namespace) if record.is_complete and record.key[1] != other_than
+        ]
+        return max(
+            found, key=lambda record: (record.manifest.number, record.manifest.completed_at or 0.0), default=None
+        )
+
+    # --- changing
+
+    def save(self, record: StepRecord) -> None:
+        save_manifest(self.tier.meta, record.manifest)
+        record.unsaved = False
+
+    def move(self, record: StepRecord, where: StepPath | None) -> None:
+        """The step's directory was renamed: to another step, or to what is none."""
+        self.records.pop(record.key)
+        delete_manifest(self.tier.meta, *record.key)
+        if where is None:
+            self._discard_old_generation(record)
+            return
+        record.manifest.namespace, record.manifest.step, record.manifest.number = (
+            where.namespace,
+            where.step,
+            where.number,
+        )
+        record.directory = self.root / where.step_rel
+        self.records[record.key] = record
+        self.save(record)
+
+    def forget(self, record: StepRecord) -> None:
+        """The step is gone from the tree: so is what we know of it."""
+        self.records.pop(record.key, None)
+        self.to_checksum.pop(record.key, None)
+        self.to_judge.discard(record.key)
+        delete_manifest(self.tier.meta, *record.key)
+        self._discard_old_generation(record)
+        self.clear_problems(record.rel)
+        self.tier.released_room()
+        self.update_latest(record.manifest.namespace)
+
+    def remove(self, record: StepRecord) -> None:
+        """Take a step out of the tree at once; its bytes are freed in the background."""
+        self.discard(record.directory)
+        self.invalidate(record.manifest.namespace, record.manifest.step)
+        self.forget(record)
+
+    def discard(self, path: Path) -> None:
+        """Move a tree to the trash; the background work frees it. Gone already is fine."""
+        try:
+            path.rename(self.tier.trash / uuid.uuid4().hex)
+        except FileNotFoundError:
+            return
+        self.wake.set()
+
+    def old_directory(self, record: StepRecord) -> Path | None:
+        """Where the generation lies that was set aside."""
+        current = record.manifest.overwrite
+        return self.tier.path / current.old_directory if current is not None else None
+
+    def _discard_old_generation(self, record: StepRecord) -> None:
+        old = self.old_directory(record)
+        if old is not None:
+            self.discard(old)
+
+    def update_latest(self, namespace: str) -> None:
+        newest = self.newest_complete(namespace)
+        if self.latest.update(namespace, newest.manifest if newest is not None else None):
+            self.invalidate(namespace, LATEST)
+
+    def invalidate_inside(self, record: StepRecord, inner: str) -> None:
+        directory, _, name = f"{record.rel}/{inner}".rpartition("/")
+        self.invalidate(directory, name)
+
+    # --- room
+
+    def make_room(self, wanted_bytes: int, *, sparing: StepRecord | None = None) -> bool:
+        """Evict what retention allows until so many bytes are (or will soon be) free; True when something went."""
+        facts = {
+            StepFacts(
+                namespace=record.manifest.namespace,
+                step=record.manifest.step,
+                number=record.manifest.number,
+                completed_at=record.manifest.completed_at,
+                bytes=record.manifest.bytes,
+                pinned=record.manifest.pinned,
+                open_handles=self.handles_in(record) if record is not sparing else 1,
+                only_copy_owed=False,
+                state="complete" if record.is_complete else "writing",
+            ): record
+            for record in self.records.values()
+        }
+        chosen = choose_evictions(
+            list(facts), lambda namespace: self.settings.for_namespace(namespace).retention, wanted_bytes
+        )
+        for fact in chosen:
+            record = facts[fact]
+            self.lines.write(
+                fact.namespace, f"evicted, {fact.bytes} bytes: newer steps need the room", step=fact.number
+            )
+            self.remove(record)
+        return bool(chosen)
+
+    def make_room_for_next(self, namespace: str, *, sparing: StepRecord | None = None) -> None:
+        """Room for another step of the last one's size, before it is needed."""
+        previous = sparing or self.newest_complete(namespace)
+        if previous is None:
+            return
+        lacking = previous.manifest.bytes - self.tier.usage().free_bytes
+        if lacking > 0:
+            self.make_room(lacking, sparing=sparing)
+
+    def handles_in(self, record: StepRecord) -> int:
+        """How many handles are open on files of the step."""
+        return len(record.writers) + sum(self.open_handles(entry.ino) for entry in record.manifest.files.values())
+
+    # --- telling
+
+    def problem(self, severity: str, message: str, path: str) -> None:
+        """Something for `status`; it stays until the step at `path` is whole again or gone."""
+        self.clear_problems(path)
+        self.problems.append({"severity": severity, "message": message, "path": path})
+        del self.problems[:-PROBLEMS_KEPT]
+
+    def clear_problems(self, path: str) -> None:
+        self.problems = [problem for problem in self.problems if problem["path"] != path]
+
+    def judge_soon(self, record: StepRecord) -> None:
+        self.to_judge.add(record.key)
+        self.wake.set()
+
+    def checksum_soon(self, record: StepRecord, names: set[str]) -> None:
+        if self.settings.steps.checksums and names:
+            self.to_checksum.setdefault(record.key, set()).update(names)
+            self.wake.set()
+
+    def extra(self, record: StepRecord, inner: str = "") -> dict[str, str]:
+        """The fields of a log line."""
+        return {"namespace": record.manifest.namespace, "step": record.manifest.step, "file": inner, "tier": "ram"}

@@ -1,0 +1,49 @@
+"""What people and programs are told about steps: the step parts of `status`, `ls` and `stat`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import StepRegistry
+
+
+def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
+    """One step as the `--json` contract has it."""
+    manifest = record.manifest
+    now = time.time()
+    files = manifest.files if record.is_complete else record.scan()
+    newest = registry.newest_complete(manifest.namespace)
+    return {
+        "namespace": manifest.namespace,
+        "step": manifest.step,
+        "number": manifest.number,
+        "state": record.shown_state,
+        "generation": manifest.generation,
+        "overwriting": manifest.overwrite is not None,
+        "files": len(files),
+        "bytes": sum(entry.size_bytes for entry in files.values()),
+        "checksummed": sum(entry.checksum is not None for entry in files.values()),
+        "pinned": manifest.pinned,
+        "latest": newest is record,
+        "writers": len(record.writers),
+        "completed_at": manifest.completed_at,
+        "age_s": now - (manifest.completed_at or manifest.changed_at),
+        "note": manifest.note,
+    }
+
+
+def describe_namespaces(registry: StepRegistry) -> list[dict[str, Any]]:
+    """All namespaces with their steps, oldest number first."""
+    described: dict[str, list[dict[str, Any]]] = {}
+    for record in sorted(registry.records.values(), key=lambda found: (found.key[0], found.manifest.number)):
+        described.setdefault(record.manifest.namespace, []).append(describe_step(registry, record))
+    return [
+        {
+            "namespace": namespace,
+            "latest": next((step["step"] for step in steps if step["latest"]), None),
+            "steps": steps,
+        }
+        for namespace, steps in described.items()
+    ]
