@@ -41,6 +41,7 @@ async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marke
     lacking = shortfall(record, marker, content)
     if not lacking:
         directory = f"{marker.directory}/" if marker.directory else ""
+        registry.crash("commit:checked")
         return frozenset(directory + name for name in content.files)
     sentence = lacking.sentence()
     message = (
@@ -80,7 +81,9 @@ def commit(
     manifest.completed_at = time.time()
     manifest.overwrite = None
     manifest.note = note
+    registry.crash("commit:renamed")
     registry.save(record)
+    registry.crash("commit:saved")
     if old_directory is not None:
         registry.discard(old_directory)
     registry.checksum_soon(

@@ -22,7 +22,8 @@ from tierfs.steps.markers import (
 from tierfs.steps.record import StepRecord
 
 #: Frameworks whose marker-like file is not their last one: steps with such a name wait for this file.
-#: HF Trainer (transformers/trainer.py, _save_checkpoint) and Lightning's FSDP strategy (lightning/fabric/strategies/fsdp.py).
+#: HF Trainer (transformers/trainer.py, `_save_checkpoint`) and Lightning's FSDP strategy
+#: (lightning/fabric/strategies/fsdp.py, `save_checkpoint`).
 LAST_FILES = (
     (re.compile(r"checkpoint-\d+"), "trainer_state.json"),
     (re.compile(r".*\.ckpt"), "meta.pt"),
@@ -104,7 +105,7 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
     for inner, marker in sorted(markers.items()):
         if marker.kind == "dcp-per-rank":
             continue
-        verdict = _check(record, inner, marker, here)
+        verdict = _check(record, inner, marker)
         if verdict.marker is not None:
             return verdict
         why_not = verdict.why_not
@@ -118,7 +119,7 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
         if record.writers:
             return Verdict(why_not="files are open for writing")
         for inner in per_rank.values():
-            verdict = _check(record, inner, markers[inner], here)
+            verdict = _check(record, inner, markers[inner])
             if verdict.marker is None:
                 return verdict
             named |= verdict.named
@@ -126,7 +127,7 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
     return Verdict(why_not=why_not)
 
 
-def _check(record: StepRecord, inner: str, marker: Marker, here: dict[str, object] | object) -> Verdict:
+def _check(record: StepRecord, inner: str, marker: Marker) -> Verdict:
     path = record.directory / inner
     if inner in record.open_names():
         return Verdict(why_not=f"{inner} is still open for writing")

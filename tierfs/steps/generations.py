@@ -26,6 +26,7 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
     old_directory = registry.tier.generations / escape_namespace(manifest.namespace) / name
     old_directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     links = overwrite.set_aside(record.directory, old_directory)
+    registry.crash("overwrite:set-aside")
     manifest.overwrite = Overwrite(
         generation=manifest.generation + 1,
         started_at=time.time(),
@@ -37,6 +38,7 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
     manifest.changed_at = time.time()
     record.first_write_at = time.monotonic()
     registry.save(record)
+    registry.crash("overwrite:recorded")
     registry.update_latest(manifest.namespace)
     registry.wake.set()
     log.info("a complete step is being changed; its old generation is kept", extra=registry.extra(record))
@@ -49,7 +51,9 @@ def hide_markers(registry: StepRegistry, record: StepRecord) -> None:
         return
     current.removed_only = False
     registry.save(record)
+    registry.crash("overwrite:hiding")
     remove_old_markers(registry, record)
+    registry.crash("overwrite:hidden")
     registry.make_room_for_next(record.manifest.namespace, sparing=record)
 
 
@@ -75,6 +79,7 @@ def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:
     old_directory = registry.old_directory(record)
     if current is None or old_directory is None:
         return
+    registry.crash("put-back:begun")
     removed = sorted(inner for inner in current.old_files if not os.path.lexists(record.directory / inner))
     if current.removed_only and any(registry.rules.match(inner) is None for inner in removed):
         manifest.state = "writing"
@@ -92,6 +97,7 @@ def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:
     manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
     manifest.overwrite = None
     record.first_write_at = None
+    registry.crash("put-back:done")
     registry.save(record)
     registry.discard(old_directory)
     log.warning("%s", manifest.note, extra=registry.extra(record))

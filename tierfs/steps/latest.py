@@ -35,7 +35,7 @@ class LatestLink:
         if wanted is not None and self._names.has_own_latest(wanted):
             return False
         try:
-            found = os.readlink(link)
+            found = str(link.readlink())
         except FileNotFoundError:
             found = None
         except OSError:
@@ -68,7 +68,7 @@ class LatestLink:
         if self.mode == "off" or self.is_users(namespace):
             return False
         try:
-            target = os.readlink(self._root / namespace / NAME)
+            target = (self._root / namespace / NAME).readlink()
         except OSError:
             return False
         return self._names.locate(f"{namespace}/{target}") is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trio
 
+from tierfs.crash_points import CrashPoints
 from tierfs.logs import NamespaceLog
 from tierfs.ram.tier import RamTier
 from tierfs.settings import Settings
@@ -41,6 +42,7 @@ class StepRegistry:
         self.names = StepNames(settings.steps.patterns)
         self.rules = MarkerRules(settings.steps.markers)
         self.latest = LatestLink(tier.root, tier.meta, self.names, mode=settings.steps.latest)
+        self.crash = CrashPoints(settings.debug_crash_at, tier.meta)
         self.records: dict[Key, StepRecord] = {}
         self.problems: list[dict[str, str]] = []
         #: (directory, name) changed without the kernel's knowing.

@@ -143,6 +143,7 @@ class Steps:
                     overwrite.replace_with_empty(path, scratch)
                 else:
                     await trio.to_thread.run_sync(overwrite.replace_with_copy, path, scratch)
+        self.registry.crash("overwrite:replaced")
         self.registry.invalidate_inside(record, where.inner)
         return True
 

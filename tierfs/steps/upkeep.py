@@ -89,19 +89,21 @@ class Upkeep:
                 registry.save(record)
 
     async def _judge(self, record: StepRecord) -> None:
-        changed_at = record.manifest.changed_at
+        manifest = record.manifest
+        if manifest.note != MOVED_IN and not any(self.registry.rules.match(inner) for inner in manifest.files):
+            return  # nothing there that could complete it: no need to look at its files
+        changed_at = manifest.changed_at
         verdict = await trio.to_thread.run_sync(judge, record, self.registry.rules, limiter=self._limiter)
         if self.registry.records.get(record.key) is not record or record.is_complete:
             return
-        if record.manifest.changed_at != changed_at:
+        if manifest.changed_at != changed_at:
             self.registry.judge_soon(record)  # judged while it changed: once more
             await trio.sleep(0.01)
             return
         if verdict.marker is not None:
             commit(self.registry, record, marker=verdict.marker, named=verdict.named)
-        elif record.manifest.note == MOVED_IN and not record.writers:
-            if not await self._is_dcp(record):
-                commit(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
+        elif record.manifest.note == MOVED_IN and not record.writers and not await self._is_dcp(record):
+            commit(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
 
     async def _is_dcp(self, record: StepRecord) -> bool:
         return await trio.to_thread.run_sync(record.is_written_by_dcp, limiter=self._limiter)
@@ -115,7 +117,7 @@ class Upkeep:
             return
         current = record.manifest.overwrite
         if current is not None:
-            if self._nothing_changed(record):
+            if idle_s >= TICK_S and self._nothing_changed(record):
                 generations.give_up(self.registry, record, "nothing was changed")
             elif idle_s >= SETTLE_S and all_gone(current.participants):
                 generations.give_up(self.registry, record, "every process that wrote is gone")

@@ -1,0 +1,165 @@
+"""The daemon: pyfuse3 on trio over the RAM tier, started by the keeper on a connection that outlives it.
+
+`python -m mount.daemon R fresh|takeover`. It is put together here and nowhere else; what it knows beyond the tier, the
+channel's state and the manifests can be lost at any instruction.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import trio
+
+from mount import kernel_mount
+from mount.channel import Channel
+from mount.control import ControlServer
+from mount.keeper import FUSE_FD, READY_FD
+from mount.operations import Operations
+from mount.runtime import Instance, MountRecord, log_directory, read_record
+from tierfs.errors import MountError, TierfsError
+from tierfs.logs import NamespaceLog, configure_logging
+from tierfs.ram.tier import RamTier
+from tierfs.ram.tmpfs import read_grant
+from tierfs.settings import Settings
+from tierfs.settings_sources import settings_from_json
+from tierfs.steps.recovery import recover
+from tierfs.steps.registry import StepRegistry
+from tierfs.steps.tracker import Steps
+from tierfs.steps.upkeep import Upkeep
+
+log = logging.getLogger("tierfs.daemon")
+
+INIT_WITHIN_S = 30.0
+#: After SIGTERM: how long programs may go on with files that they have open.
+DRAIN_S = 20.0
+
+
+class Daemon:
+    """One run of the daemon on one connection."""
+
+    def __init__(
+        self, instance: Instance, settings: Settings, record: MountRecord, fuse_fd: int, *, takeover: bool
+    ) -> None:
+        self.record = record
+        self.fuse_fd = fuse_fd
+        # Before pyfuse3 is imported anywhere: its calls to libfuse must find the channel's.
+        self.channel = Channel(
+            fuse_fd,
+            instance.channel_state,
+            kind=settings.channel,
+            passthrough=settings.passthrough != "off" and record.privileged,
+            resend=settings.resend != "off",
+            takeover=takeover,
+        )
+        grant = read_grant(instance.ram) if record.privileged else None
+        self.tier = RamTier(instance.ram, settings.ram, settings.size, grant)
+        self.lines = NamespaceLog(log_directory(instance, settings))
+        self.registry = StepRegistry(self.tier, settings, self.lines)
+        self.registry.open_handles = lambda nodeid: self.channel.handles(nodeid).opens
+        self.tier.on_pressure = self.registry.make_room
+        recover(self.registry)
+        self.steps = Steps(self.registry)
+
+        from mount.filesystem import TierFs
+        from mount.nodes import raise_descriptor_limit
+
+        raise_descriptor_limit()
+        self.filesystem = TierFs(self.tier, self.channel, self.steps)
+        if takeover:
+            self.filesystem.resume_open_files()
+        operations = Operations(instance, record, self.registry, self.channel)
+        self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
+        self.upkeep = Upkeep(self.registry)
+
+    async def run(self, ready_fd: int) -> None:
+        """Serves until the mount is gone."""
+        import pyfuse3
+
+        pyfuse3.init(self.filesystem, self.channel.device(), set())
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._stop_when_asked)
+                await nursery.start(self.tier.run)
+                await nursery.start(self.upkeep.run)
+                await nursery.start(self.control.run)
+                nursery.start_soon(self._tell_ready, ready_fd)
+                await pyfuse3.main()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._save()
+            pyfuse3.close(unmount=False)
+
+    async def _tell_ready(self, ready_fd: int) -> None:
+        with trio.fail_after(INIT_WITHIN_S):
+            while self.channel.info().proto == (0, 0):  # noqa: ASYNC110 - the answer passes through C
+                await trio.sleep(0.002)
+        info = self.channel.info()
+        said = {"resend": info.resend, "passthrough": info.passthrough, "channel": info.kind, "reason": info.reason}
+        with suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(json.dumps(said) + "\n")
+
+    async def _stop_when_asked(self) -> None:
+        """SIGTERM: take the mount out of the tree, let open files end, then go. A second one: go at once."""
+        import pyfuse3
+
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                log.info("asked to stop: %s is unmounted", self.record.mountpoint)
+                try:
+                    await trio.to_thread.run_sync(self._unmount)
+                except (OSError, MountError) as error:
+                    log.warning("%s can't be unmounted: %s", self.record.mountpoint, error)
+                with trio.move_on_after(DRAIN_S):
+                    async for _ in signals:
+                        break
+                log.warning("programs still have files open in %s; they will get errors", self.record.mountpoint)
+                pyfuse3.terminate()
+                return
+
+    def _unmount(self) -> None:
+        kernel_mount.unmount(self.record.mountpoint, lazy=True)
+
+    def _save(self) -> None:
+        for record in self.registry.records.values():
+            if record.unsaved:
+                with suppress(OSError):
+                    self.registry.save(record)
+        self.lines.close()
+
+
+def main() -> int:
+    if len(sys.argv) != 3 or sys.argv[2] not in ("fresh", "takeover"):
+        print("usage: python -m mount.daemon RUNTIME_DIRECTORY fresh|takeover", file=sys.stderr)
+        return 2
+    instance = Instance(Path(sys.argv[1]))
+    settings = settings_from_json(instance.settings.read_text())
+    configure_logging(settings.log, log_directory(instance, settings))
+    record = read_record(instance)
+    if record is None:
+        log.critical("%s is missing; mount again", instance.mount_record)
+        return 1
+    fuse_fd, ready_fd = int(os.environ.pop(FUSE_FD)), int(os.environ.pop(READY_FD))
+    for fd in (fuse_fd, ready_fd):
+        os.set_inheritable(fd, False)
+    try:
+        daemon = Daemon(instance, settings, record, fuse_fd, takeover=sys.argv[2] == "takeover")
+        log.info("serving %s", record.mountpoint)
+        trio.run(daemon.run, ready_fd)
+    except TierfsError as error:
+        log.critical("%s", error.message)
+        return 1
+    except Exception:
+        log.critical("the daemon failed", exc_info=True)
+        return 1
+    log.info("%s is unmounted", record.mountpoint)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

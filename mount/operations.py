@@ -1,0 +1,223 @@
+"""What a running instance answers over its control socket: the operations behind the command line.
+
+Answers are the `--json` contract of the command line (docs/cli.md).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tierfs
+from mount.runtime import Instance, MountRecord, read_process
+from tierfs.errors import NotFound, PathRefused
+from tierfs.settings_sources import describe_settings
+from tierfs.steps.names import safe_relative
+from tierfs.steps.operations import StepOperations
+from tierfs.steps.report import describe_namespaces, describe_step
+
+if TYPE_CHECKING:
+    from mount.channel import Channel
+    from mount.control import Operation, Progress
+    from tierfs.steps.registry import StepRegistry
+
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symlink",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+
+
+class Operations:
+    """The operations of one instance, by name in `table()`."""
+
+    def __init__(self, instance: Instance, record: MountRecord, registry: StepRegistry, channel: Channel) -> None:
+        self._instance = instance
+        self._record = record
+        self._registry = registry
+        self._channel = channel
+        self._steps = StepOperations(registry)
+        self._started = time.monotonic()
+
+    def table(self) -> dict[str, Operation]:
+        """Name → operation, as `ControlServer` takes them."""
+        return {
+            "status": self.status,
+            "ls": self.ls,
+            "stat": self.stat,
+            "config": self.config,
+            "commit": self.commit,
+            "pin": self.pin,
+            "unpin": self.unpin,
+            "evict": self.evict,
+            "rm": self.rm,
+            "verify": self.verify,
+        }
+
+    async def status(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        usage = self._registry.tier.usage()
+        info = self._channel.info()
+        keeper = read_process(self._instance.keeper_pid)
+        grant = self._registry.tier.grant
+        namespaces = describe_namespaces(self._registry)
+        problems = [
+            {"severity": found.severity, "message": found.message, "path": found.path}
+            for found in self._registry.tier.problems()
+        ]
+        if keeper is None:
+            problems.append(
+                {
+                    "severity": "warning",
+                    "message": "no keeper watches this mount: it works, but would not outlive its daemon; "
+                    f"`tierfs mount {self._record.mountpoint}` starts one without disturbing anybody",
+                    "path": "",
+                }
+            )
+        return {
+            "name": self._instance.name,
+            "mountpoint": self._record.mountpoint,
+            "version": tierfs.__version__,
+            "daemon_pid": os.getpid(),
+            "keeper_pid": keeper.pid if keeper is not None else None,
+            "passthrough": info.passthrough,
+            "channel": {
+                "kind": info.kind,
+                "resend": info.resend,
+                "reason": info.reason,
+                "proto": f"{info.proto[0]}.{info.proto[1]}",
+            },
+            "takeovers": self._channel.takeovers(),
+            "requests": self._channel.counters(),
+            "uptime_s": time.monotonic() - self._started,
+            "ram": {
+                "path": str(self._registry.tier.path),
+                "size_bytes": usage.size_bytes,
+                "used_bytes": usage.used_bytes,
+                "free_bytes": usage.free_bytes,
+                "ballast_bytes": usage.ballast_bytes,
+                "ballast_target_bytes": usage.ballast_target_bytes,
+                "huge_pages": grant.huge_pages if grant is not None else "never",
+                "noswap": grant.noswap if grant is not None else False,
+            },
+            "namespaces": namespaces,
+            "steps": [step for namespace in namespaces for step in namespace["steps"]],
+            "growing": self._growing(),
+            "problems": problems + self._registry.problems,
+        }
+
+    def _growing(self) -> list[dict[str, Any]]:
+        growing = self._registry.tier.growing
+        names = {
+            nodeid: f"{record.rel}/{writer.inner}"
+            for record in self._registry.records.values()
+            for nodeid, writer in record.writers.items()
+        }
+        return [
+            {"path": names.get(nodeid, f"inode {nodeid}"), "size_bytes": shard.size_bytes, "since": shard.since}
+            for nodeid, shard in growing.items()
+        ]
+
+    async def ls(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        rel, path = self._place(arguments)
+        if not stat.S_ISDIR(self._lstat(rel, path).st_mode):
+            raise PathRefused(f"{rel} is not a directory; `tierfs stat` describes a file")
+        entries = []
+        for name in sorted(os.listdir(path)):
+            try:
+                entries.append(self._entry(f"{rel}/{name}" if rel else name, path / name))
+            except NotFound:
+                continue
+        return {"path": rel, "entries": entries}
+
+    def _entry(self, rel: str, path: Path) -> dict[str, Any]:
+        info = self._lstat(rel, path)
+        where = self._registry.names.locate(rel)
+        record = self._registry.at(where) if where is not None else None
+        is_step = record is not None and where is not None and where.inner == ""
+        size = info.st_size
+        if is_step and record is not None:
+            size = sum(entry.size_bytes for entry in record.scan().values())
+        elif stat.S_ISDIR(info.st_mode):
+            size = 0
+        return {
+            "name": path.name,
+            "type": _KINDS.get(stat.S_IFMT(info.st_mode), "other"),
+            "size_bytes": size,
+            "state": record.shown_state if record is not None else "",
+            "step": is_step,
+            "mtime": info.st_mtime,
+        }
+
+    async def stat(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        rel, path = self._place(arguments)
+        info = self._lstat(rel, path)
+        where = self._registry.names.locate(rel)
+        record = self._registry.at(where) if where is not None else None
+        entry = record.manifest.files.get(where.inner) if record is not None and where is not None else None
+        answer = self._entry(rel, path) if rel else {"type": "directory", "size_bytes": 0, "state": ""}
+        return {
+            "path": rel,
+            "type": answer["type"],
+            "size_bytes": answer["size_bytes"],
+            "mode": stat.S_IMODE(info.st_mode),
+            "uid": info.st_uid,
+            "gid": info.st_gid,
+            "mtime": info.st_mtime,
+            "state": answer["state"],
+            "tier": "ram",
+            "generation": record.generation_of(where.inner) if record is not None and where is not None else None,
+            "checksum": entry.checksum if entry is not None else None,
+            "sealed": entry.sealed if entry is not None else False,
+            "step": describe_step(self._registry, record) if record is not None else None,
+        }
+
+    async def config(self, arguments: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
+        return describe_settings(self._registry.settings)
+
+    async def commit(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        return await self._steps.commit(_text(arguments, "path"))
+
+    async def pin(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        return await self._steps.pin(_text(arguments, "path"), pinned=True)
+
+    async def unpin(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        return await self._steps.pin(_text(arguments, "path"), pinned=False)
+
+    async def evict(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        return await self._steps.evict(_text(arguments, "path"), force=arguments.get("force") is True)
+
+    async def rm(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        return await self._steps.remove(_text(arguments, "path"), recursive=arguments.get("recursive") is True)
+
+    async def verify(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        def tell(values: dict[str, Any]) -> Awaitable[None]:
+            return progress(values)
+
+        return await self._steps.verify(_text(arguments, "path"), tell)
+
+    def _place(self, arguments: Mapping[str, Any]) -> tuple[str, Path]:
+        rel = _text(arguments, "path")
+        if rel:
+            safe_relative(rel)
+        return rel, self._registry.root / rel
+
+    def _lstat(self, rel: str, path: Path) -> os.stat_result:
+        try:
+            return path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFound(f"there is no {rel or 'root'} in {self._record.mountpoint}") from None
+
+
+def _text(arguments: Mapping[str, Any], key: str) -> str:
+    value = arguments.get(key)
+    if not isinstance(value, str):
+        raise PathRefused(f"the request lacks {key!r}")
+    return value

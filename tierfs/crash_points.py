@@ -1,0 +1,50 @@
+"""Named points at which a test makes the daemon kill itself, to see what a crash there costs.
+
+The setting `debug_crash_at` names one (`name`, or `name:nth` for the nth time it is passed). It happens once in the
+life of a RAM tier: the next daemon finds the note of it and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tierfs.errors import SettingsError
+
+POINTS = (
+    "overwrite:set-aside",  # the old generation is linked, no manifest names it yet
+    "overwrite:recorded",  # the manifest names it, nothing is changed yet
+    "overwrite:hiding",  # recorded that something is written, old markers still in sight
+    "overwrite:hidden",  # old markers are gone
+    "overwrite:replaced",  # a file has its new inode, the program has no answer yet
+    "commit:checked",  # the marker was read and found good, not renamed yet
+    "commit:renamed",  # the marker is in place, no manifest says so yet
+    "commit:saved",  # the manifest says so, the old generation still lies there
+    "put-back:begun",  # an overwrite is being given up
+    "put-back:done",  # the old files are back, no manifest says so yet
+)
+
+
+class CrashPoints:
+    """`crash("name")` returns, unless the setting names that point."""
+
+    def __init__(self, setting: str, notes: Path) -> None:
+        name, _, nth = (setting, "", "1") if setting in POINTS else setting.rpartition(":")
+        if setting and name not in POINTS:
+            raise SettingsError(
+                f"debug_crash_at = {setting!r}: known points are {', '.join(POINTS)}", key="debug_crash_at"
+            )
+        self._name = name
+        self._left = int(nth) if nth.isdigit() else 0
+        self._note = notes / "%crashed"
+        if setting and self._note.exists():
+            self._name = ""
+
+    def __call__(self, name: str) -> None:
+        if name != self._name:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._note.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
