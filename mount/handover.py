@@ -42,7 +42,9 @@ def _ask(instance: Instance, timeout_s: float) -> int:
         connection.sendall(json.dumps({"op": HANDOVER}).encode() + b"\n")
         reply, fds = b"", []
         while not reply.endswith(b"\n"):
-            data, received, _, _ = socket.recv_fds(connection, 65536, 4, socket.MSG_CMSG_CLOEXEC)
+            data, received, _, _ = socket.recv_fds(connection, 65536, 4)
+            for fd in received:
+                os.set_inheritable(fd, False)  # recv_fds passes no flags on
             fds += received
             reply += data
             if not data:
