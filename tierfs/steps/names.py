@@ -18,6 +18,8 @@ from tierfs.errors import PathRefused, SettingsError
 NAME_BYTES = 255
 #: A longer name is no step: its manifest's file name (name, suffix, writer's mark) has to fit NAME_BYTES.
 STEP_NAME_BYTES = 200
+#: An escaped namespace is at most so long, so that a suffix (`.log`) can follow it.
+ESCAPED_BYTES = 240
 #: How many paths' answers are kept. About 0.5 KiB each; several times the files of a large step on one node.
 CACHED_PATHS = 16384
 
@@ -146,16 +148,16 @@ def _bounded(name: str, whole: str) -> None:
 def escape_namespace(namespace: str) -> str:
     """A flat file name for a namespace, the same for ever; `unescape_namespace` turns it back.
 
-    '%' and '/' become '%25' and '%2F'. What would be longer than a file name may be is cut and ends with a digest
-    ('%~'), which can't be turned back; the manifest holds the namespace itself.
+    '%' and '/' become '%25' and '%2F'. What would be longer than ESCAPED_BYTES is cut and ends with a digest
+    (after '%~'), which can't be turned back; the manifest holds the namespace itself.
     """
     flat = safe_relative(namespace).replace("%", "%25").replace("/", "%2F")
     encoded = flat.encode("utf-8", "surrogateescape")
-    if len(encoded) <= NAME_BYTES:
+    if len(encoded) <= ESCAPED_BYTES:
         return flat
     digest = hashlib.sha256(namespace.encode("utf-8", "surrogateescape")).hexdigest()[:40]
     # Cut between characters: a half of one would be an undecodable byte, which is legal but ugly in listings.
-    head = encoded[:200].decode("utf-8", "ignore").rsplit("%", 1)[0]
+    head = encoded[: ESCAPED_BYTES - 42].decode("utf-8", "ignore")
     return f"{head}%~{digest}"
 
 
