@@ -47,6 +47,16 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
+    @property
+    def commands(self) -> list[str]:
+        """The names of the commands one level below."""
+        return [
+            name
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for name in action.choices
+        ]
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"tierfs: {message}; see `{self.prog} --help`\n")
 
@@ -57,7 +67,11 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for module in COMMAND_MODULES:
-        importlib.import_module(module).add_commands(subparsers)
+        try:
+            importlib.import_module(module).add_commands(subparsers)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
     return parser
 
 
@@ -118,12 +132,9 @@ def _run(arguments: Sequence[str]) -> int:
 def _refuse_unknown_command(parser: Parser, arguments: Sequence[str]) -> None:
     """Says which command was probably meant, where argparse would list all of them."""
     word = next((word for word in arguments if not word.startswith("-")), None)
-    commands = next(
-        list(action.choices) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    if word is None or word in commands:
+    if word is None or word in parser.commands:
         return
-    near = difflib.get_close_matches(word, commands, n=1)
+    near = difflib.get_close_matches(word, parser.commands, n=1)
     parser.error(f"no command {word!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 

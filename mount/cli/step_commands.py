@@ -103,7 +103,8 @@ def _each(op: str, sentence: Callable[[dict[str, Any]], str], *switches: str) ->
                 target = require_inside(find_target(path), path, op)
                 answer = target.request(op, **{switch: getattr(arguments, switch) for switch in switches})
             except TierfsError as error:
-                code = code or report_error(error)
+                this = report_error(error)
+                code = code or this
                 continue
             if arguments.json:
                 print_json(answer)
