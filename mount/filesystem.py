@@ -17,24 +17,21 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyfuse3
-import trio
 
 from mount import syscalls, xattrs
 from mount.answers import answered
 from mount.listings import DOT, DOTDOT, Listings
 from mount.nodes import ROOT, NodeTable
+from mount.open_files import OpenFiles, is_writing
+from mount.replays import Replays
 
 if TYPE_CHECKING:
     from mount.channel import Channel
     from tierfs.ram.tier import RamTier
     from tierfs.steps.events import StepTracker
-
-# Opcodes of include/uapi/linux/fuse.h, for requests whose second delivery must be told from a first.
-SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK, CREATE, RENAME2 = 6, 8, 9, 10, 11, 12, 13, 35, 45
 
 # All changes go through this mount, and what the daemon changes itself it invalidates.
 ENTRY_TIMEOUT_S = 60.0
@@ -45,9 +42,6 @@ GROWING_ATTR_TIMEOUT_S = 1.0
 BLOCK_SIZE_BYTES = 64 << 10
 STATFS_BLOCK_BYTES = 4096
 NAME_MAX = 255
-# Freeing more than this takes long enough (about 10 ms) to be done in a thread.
-FREE_IN_THREAD_BYTES = 64 << 20
-_EXCHANGED = "trusted.tierfs.exchange"
 
 
 @answered
@@ -71,8 +65,8 @@ class TierFs(pyfuse3.Operations):
         self.tracker = tracker
         self.nodes = NodeTable(tier.path, tier.root)
         self._listings = Listings()
-        self._growing: set[int] = set()
-        self._threads = trio.CapacityLimiter(4)
+        self._files = OpenFiles(self.nodes, channel, tier, self.log)
+        self._replays = Replays(self.nodes, channel)
         tracker.invalidate = self.invalidate
         os.umask(0)
 
@@ -80,18 +74,7 @@ class TierFs(pyfuse3.Operations):
 
     def resume_open_files(self) -> None:
         """After a takeover, before the first request: attach again what programs have open."""
-        for nodeid, handle, handles in self.channel.open_nodes():
-            fd = self._reopen(nodeid, handle)
-            if fd < 0:
-                self.log.error("a file that a program has open (inode %d) is gone from the RAM tier", nodeid)
-                continue
-            try:
-                self.channel.attach(nodeid, fd, handle)
-                if handles.writers:
-                    self._growing.add(nodeid)
-                    self.tier.begin_shard(nodeid, fd, None)
-            finally:
-                os.close(fd)
+        self._files.resume()
 
     def invalidate(self, directory: str, name: str) -> None:
         """The entry was changed behind the kernel's back. Returns at once; safe inside a request."""
@@ -121,7 +104,7 @@ class TierFs(pyfuse3.Operations):
         for nodeid, lookups in inode_list:
             fd = self.nodes.forget(nodeid, lookups)
             if fd >= 0:
-                await self._close(fd)
+                await self._files.close(fd)
 
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
@@ -129,7 +112,7 @@ class TierFs(pyfuse3.Operations):
         try:
             os.mkdir(name, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:
-            self._must_be_own(MKDIR, parent_inode, name, stat.S_IFDIR)
+            self._replays.must_be_own("mkdir", parent_inode, name, stat.S_IFDIR)
         return self._born(parent_inode, name, mode, ctx)
 
     async def mknod(
@@ -138,7 +121,7 @@ class TierFs(pyfuse3.Operations):
         try:
             os.mknod(name, mode, rdev, dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:
-            self._must_be_own(MKNOD, parent_inode, name, stat.S_IFMT(mode) or stat.S_IFREG)
+            self._replays.must_be_own("mknod", parent_inode, name, stat.S_IFMT(mode) or stat.S_IFREG)
         return self._born(parent_inode, name, mode, ctx)
 
     async def symlink(
@@ -147,7 +130,7 @@ class TierFs(pyfuse3.Operations):
         try:
             os.symlink(target, name, dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:
-            self._must_be_own(SYMLINK, parent_inode, name, stat.S_IFLNK)
+            self._replays.must_be_own("symlink", parent_inode, name, stat.S_IFLNK)
         return self._born(parent_inode, name, 0o777, ctx)
 
     async def link(
@@ -156,7 +139,7 @@ class TierFs(pyfuse3.Operations):
         try:
             os.link(self.nodes.proc(inode), new_name, dst_dir_fd=self.nodes.fd(new_parent_inode))
         except FileExistsError:
-            self._must_be_own(LINK, new_parent_inode, new_name, None)
+            self._replays.must_be_own("link", new_parent_inode, new_name, None)
         node, st = self.nodes.lookup(new_parent_inode, new_name)
         self._tell_created(self._rel(new_parent_inode, new_name), node.nodeid, ctx.pid)
         return self._entry(st)
@@ -172,13 +155,13 @@ class TierFs(pyfuse3.Operations):
         try:
             os.unlink(name, dir_fd=self.nodes.fd(parent_inode))
         except FileNotFoundError:
-            if not self.channel.resent(UNLINK, parent_inode):
+            if not self._replays.resent("unlink", parent_inode):
                 raise
         self.nodes.lost_name(victim)
         if rel is not None:
             self.tracker.after_unlink(rel)
         if victim is not None:
-            await self._free(victim.nodeid)
+            await self._files.free(victim.nodeid)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         rel = self._rel(parent_inode, name)
@@ -188,7 +171,7 @@ class TierFs(pyfuse3.Operations):
         try:
             os.rmdir(name, dir_fd=self.nodes.fd(parent_inode))
         except FileNotFoundError:
-            if not self.channel.resent(RMDIR, parent_inode):
+            if not self._replays.resent("rmdir", parent_inode):
                 raise
         self.nodes.lost_name(victim)
         if rel is not None:
@@ -206,23 +189,22 @@ class TierFs(pyfuse3.Operations):
         if flags & ~(syscalls.RENAME_NOREPLACE | syscalls.RENAME_EXCHANGE):
             raise pyfuse3.FUSEError(errno.EINVAL)
         old, new = self._rel(parent_inode_old, name_old), self._rel(parent_inode_new, name_new)
-        resent = self.channel.resent(RENAME2 if flags else RENAME, parent_inode_old)
-        done = resent and self._was_renamed(parent_inode_old, name_old, parent_inode_new, name_new, flags)
         victim = None
-        if not done:
+        if not self._replays.was_renamed(parent_inode_old, name_old, parent_inode_new, name_new, flags):
             if old is not None and new is not None:
                 await self.tracker.before_rename(old, new, flags, ctx.pid)
             if not flags & syscalls.RENAME_EXCHANGE:
                 victim = self.nodes.losing_name(parent_inode_new, name_new)
-            self._rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+            self._replays.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
         self._note_moved(parent_inode_new, name_new)
         if flags & syscalls.RENAME_EXCHANGE:
             self._note_moved(parent_inode_old, name_old)
+            self._replays.forget_exchange(parent_inode_new, name_new)
         self.nodes.lost_name(victim)
         if old is not None and new is not None:
             self.tracker.after_rename(old, new, flags, ctx.pid)
         if victim is not None:
-            await self._free(victim.nodeid)
+            await self._files.free(victim.nodeid)
 
     # -- attributes
 
@@ -243,7 +225,7 @@ class TierFs(pyfuse3.Operations):
                 rel = self.nodes.path(inode)
                 if rel is not None and await self.tracker.before_truncate(rel, ctx.pid):
                     raise pyfuse3.FUSEError(errno.ESTALE)
-            await self._truncate(self._open_backing(inode, os.O_WRONLY), attr.st_size, ctx)
+            await self._files.truncate(inode, attr.st_size, privileged=ctx.uid == 0)
         path = self.nodes.proc(inode)
         if fields.update_uid or fields.update_gid:
             os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
@@ -284,50 +266,49 @@ class TierFs(pyfuse3.Operations):
         try:
             fd = os.open(name, how, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:
-            fd = self._open_own_creation(parent_inode, name, flags)
+            fd = self._replays.open_own_creation(parent_inode, name, flags)
         try:
             node, st = self.nodes.lookup(parent_inode, name)
             try:
                 st = self._own(node.nodeid, st, parent_inode, mode, ctx)
                 rel = self._rel(parent_inode, name)
-                self._attach(node.nodeid, fd)
-                if _is_writing(flags):
-                    self._begin_writing(rel, node.nodeid, fd)
                 if rel is not None:
                     self.tracker.created(rel, ctx.pid)
-                    if _is_writing(flags):
-                        self.tracker.opened_for_write(rel, node.nodeid, ctx.pid)
+                if is_writing(flags):
+                    self._begin_writing(rel, node.nodeid, fd, ctx.pid)
+                self._files.attach(node.nodeid, fd)
             except BaseException:
+                self._end_writing(node.nodeid)
                 with suppress(OSError):
                     os.unlink(name, dir_fd=self.nodes.fd(parent_inode))
                 self._uncount(node.nodeid)
                 raise
         finally:
             os.close(fd)
-        return self._file_info(node.nodeid, flags), self._entry(st)
+        return pyfuse3.FileInfo(fh=node.nodeid), self._entry(st)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
-        changing = _is_writing(flags) or bool(flags & os.O_TRUNC)
+        changing = is_writing(flags) or bool(flags & os.O_TRUNC)
         rel = self.nodes.path(inode) if changing else None
         if rel is not None and await self.tracker.before_write_open(rel, ctx.pid, truncate=bool(flags & os.O_TRUNC)):
             raise pyfuse3.FUSEError(errno.ESTALE)
         if flags & os.O_TRUNC:
-            await self._truncate(self._open_backing(inode, os.O_WRONLY), 0, ctx)
+            await self._files.truncate(inode, 0, privileged=ctx.uid == 0)
         # No checkpoint from here to the answer: a release of another handle must not detach the file in between.
         fd = self.channel.fd(inode)
-        opened = -1
+        opened = -1 if fd is not None else self._files.open_backing(inode, flags)
         try:
-            if fd is None:
-                fd = opened = self._open_backing(inode, flags)
-                self._attach(inode, fd)
-            if _is_writing(flags):
-                self._begin_writing(rel, inode, fd)
-                if rel is not None:
-                    self.tracker.opened_for_write(rel, inode, ctx.pid)
+            if is_writing(flags):
+                self._begin_writing(rel, inode, opened if fd is None else fd, ctx.pid)
+            if opened >= 0:
+                self._files.attach(inode, opened)
+        except BaseException:
+            self._end_writing(inode)
+            raise
         finally:
             if opened >= 0:
                 os.close(opened)
-        return self._file_info(inode, flags)
+        return pyfuse3.FileInfo(fh=inode)
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
         """Only where neither the kernel nor the channel reads the backing file itself."""
@@ -349,13 +330,8 @@ class TierFs(pyfuse3.Operations):
 
     async def release(self, fh: int) -> None:
         # Before any checkpoint, so that a rename that follows a close finds the file closed.
-        handles = self.channel.handles(fh)
-        if fh in self._growing and handles.writers == 0:
-            self._growing.discard(fh)
-            self.tier.end_shard(fh)
-            self.tracker.writer_closed(self._path_or_none(fh), fh)
-        if handles.opens == 0:
-            await self._free(fh)
+        self._end_writing(fh)
+        await self._files.free(fh)
 
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
         usage = self.tier.usage()
@@ -420,7 +396,7 @@ class TierFs(pyfuse3.Operations):
         nodeid = entry.st_ino = self.nodes.nodeid(st)
         entry.generation = 0
         entry.entry_timeout = ENTRY_TIMEOUT_S
-        entry.attr_timeout = GROWING_ATTR_TIMEOUT_S if nodeid in self._growing else ATTR_TIMEOUT_S
+        entry.attr_timeout = GROWING_ATTR_TIMEOUT_S if nodeid in self._files.growing else ATTR_TIMEOUT_S
         entry.st_mode = st.st_mode
         entry.st_nlink = st.st_nlink
         entry.st_uid = st.st_uid
@@ -433,9 +409,6 @@ class TierFs(pyfuse3.Operations):
         entry.st_mtime_ns = st.st_mtime_ns
         entry.st_ctime_ns = st.st_ctime_ns
         return entry
-
-    def _file_info(self, nodeid: int, flags: int) -> pyfuse3.FileInfo:
-        return pyfuse3.FileInfo(fh=nodeid, direct_io=False, keep_cache=True)
 
     def _born(self, directory: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         """Something new has this name: it gets its owner, the kernel its attributes, the tracker the news."""
@@ -460,7 +433,7 @@ class TierFs(pyfuse3.Operations):
         path = self.nodes.proc(nodeid)
         os.chown(path, ctx.uid, gid)
         if mode & (stat.S_ISUID | stat.S_ISGID) and not stat.S_ISDIR(st.st_mode):
-            Path(path).chmod(stat.S_IMODE(mode))  # chown took these bits away
+            os.chmod(path, stat.S_IMODE(mode))  # noqa: PTH101 - chown took these bits away
         return self.nodes.stat(nodeid)
 
     def _tell_created(self, rel: str | None, nodeid: int, pid: int) -> None:
@@ -477,160 +450,21 @@ class TierFs(pyfuse3.Operations):
         if fd >= 0:
             os.close(fd)
 
-    def _must_be_own(self, opcode: int, directory: int, name: bytes, kind: int | None) -> None:
-        """The name is taken. Fine if this request was sent again and took it the first time; else FileExistsError."""
-        if self.channel.resent(opcode, directory):
-            st = os.stat(name, dir_fd=self.nodes.fd(directory), follow_symlinks=False)
-            if kind is None or stat.S_IFMT(st.st_mode) == kind:
-                return
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-
-    def _open_own_creation(self, directory: int, name: bytes, flags: int) -> int:
-        """CREATE found its name taken: by its own first delivery, or by somebody whom the kernel did not see."""
-        if self.channel.resent(CREATE, directory):
-            return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.nodes.fd(directory))
-        # ESTALE makes the kernel look the name up and open it, with the checks that belong to an open.
-        raise pyfuse3.FUSEError(errno.EEXIST if flags & os.O_EXCL else errno.ESTALE)
-
-    def _open_backing(self, nodeid: int, flags: int) -> int:
-        """A descriptor for reading and writing where the daemon may; the caller closes it."""
-        fd = self.channel.fd(nodeid)
-        if fd is not None:
-            return os.dup(fd)
-        path = self.nodes.proc(nodeid)
-        try:
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except PermissionError:
-            if flags & os.O_ACCMODE == os.O_RDWR:
-                raise
-            return os.open(path, (flags & os.O_ACCMODE) | os.O_CLOEXEC)
-
-    def _reopen(self, nodeid: int, handle: bytes) -> int:
-        """Open what was open before a takeover: by name, or by handle if it has none. -1 when it is gone."""
-        try:
-            return self._open_backing(nodeid, os.O_RDONLY)
-        except OSError:
-            pass
-        try:
-            fd = syscalls.open_by_handle(self.nodes.mount_fd, handle, os.O_RDWR)
-        except OSError:
-            return -1
-        if os.fstat(fd).st_ino != nodeid:
-            os.close(fd)
-            return -1
-        self.nodes.adopt(nodeid, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC))
-        return fd
-
-    def _attach(self, nodeid: int, fd: int) -> None:
-        try:
-            handle = syscalls.name_to_handle(fd)
-        except OSError:
-            handle = b""  # a file system without handles: an unlinked open file does not survive a takeover
-        self.channel.attach(nodeid, fd, handle)
-
     def _attached(self, fh: int) -> int:
         fd = self.channel.fd(fh)
         if fd is None:
             raise pyfuse3.FUSEError(errno.EBADF)
         return fd
 
-    def _begin_writing(self, rel: str | None, nodeid: int, fd: int) -> None:
-        if nodeid in self._growing:
-            return
-        self.tier.begin_shard(nodeid, fd, None if rel is None else self.tracker.expected_size(rel))
-        self._growing.add(nodeid)
+    def _begin_writing(self, rel: str | None, nodeid: int, fd: int, pid: int) -> None:
+        self._files.begin_writing(nodeid, fd, None if rel is None else self.tracker.expected_size(rel))
+        if rel is not None:
+            self.tracker.opened_for_write(rel, nodeid, pid)
 
-    async def _truncate(self, fd: int, size: int, ctx: pyfuse3.RequestContext) -> None:
-        """Set the size and close `fd`."""
-        try:
-            st = os.fstat(fd)
-            if st.st_blocks * 512 - size > FREE_IN_THREAD_BYTES:
-                await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._threads)
-            else:
-                os.ftruncate(fd, size)
-            if st.st_mode & (stat.S_ISUID | stat.S_ISGID) and ctx.uid != 0:
-                os.fchmod(fd, _without_privileges(st.st_mode))
-        finally:
-            os.close(fd)
-        if size < st.st_size:
-            self.tier.released_room()
-
-    async def _free(self, nodeid: int) -> None:
-        """Free the room of a file that lost its last name, unless a program has it open."""
-        if not self.nodes.is_nameless(nodeid) or self.channel.handles(nodeid).opens:
-            return
-        fd = self.nodes.let_go(nodeid)
-        if fd >= 0:
-            await self._close(fd)
-
-    async def _close(self, fd: int) -> None:
-        """Close a descriptor that may be the last thing that holds a large file."""
-        st = os.fstat(fd)
-        if st.st_nlink or not stat.S_ISREG(st.st_mode):
-            os.close(fd)
-            return
-        if st.st_blocks * 512 > FREE_IN_THREAD_BYTES:
-            await trio.to_thread.run_sync(os.close, fd, limiter=self._threads)
-        else:
-            os.close(fd)
-        self.tier.released_room()
-
-    def _rename(self, old_dir: int, old: bytes, new_dir: int, new: bytes, flags: int) -> None:
-        old_fd, new_fd = self.nodes.fd(old_dir), self.nodes.fd(new_dir)
-        if not flags & syscalls.RENAME_EXCHANGE:
-            syscalls.rename_at(old_fd, old, new_fd, new, flags)
-            return
-        # Done twice it would be undone, so it leaves a mark while the kernel may still ask for it again.
-        source = os.open(old, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=old_fd)
-        try:
-            path = f"/proc/self/fd/{source}"
-            with suppress(OSError):
-                os.setxattr(path, _EXCHANGED, b"%d %s" % (new_dir, new))
-            try:
-                syscalls.rename_at(old_fd, old, new_fd, new, flags)
-            finally:
-                with suppress(OSError):
-                    os.removexattr(path, _EXCHANGED)
-        finally:
-            os.close(source)
-
-    def _was_renamed(self, old_dir: int, old: bytes, new_dir: int, new: bytes, flags: int) -> bool:
-        """Whether the first delivery of this rename did its work before the daemon died."""
-        old_fd, new_fd = self.nodes.fd(old_dir), self.nodes.fd(new_dir)
-        try:
-            target = os.open(new, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=new_fd)
-        except FileNotFoundError:
-            return False
-        try:
-            if flags & syscalls.RENAME_EXCHANGE:
-                path = f"/proc/self/fd/{target}"
-                with suppress(OSError):
-                    if os.getxattr(path, _EXCHANGED) == b"%d %s" % (new_dir, new):
-                        os.removexattr(path, _EXCHANGED)
-                        return True
-                return False
-            return not _exists(old_fd, old)
-        finally:
-            os.close(target)
+    def _end_writing(self, nodeid: int) -> None:
+        if self._files.ended_writing(nodeid):
+            self.tracker.writer_closed(self._path_or_none(nodeid), nodeid)
 
     def _note_moved(self, directory: int, name: bytes) -> None:
         with suppress(OSError):
             self.nodes.moved(directory, name, os.stat(name, dir_fd=self.nodes.fd(directory), follow_symlinks=False))
-
-
-def _is_writing(flags: int) -> bool:
-    return flags & os.O_ACCMODE != os.O_RDONLY
-
-
-def _without_privileges(mode: int) -> int:
-    """The mode after a change by somebody without CAP_FSETID: no set-user-ID, set-group-ID only as a lock mark."""
-    mode = stat.S_IMODE(mode) & ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
-
-
-def _exists(directory_fd: int, name: bytes) -> bool:
-    try:
-        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True

@@ -3,6 +3,9 @@
 TIERFS_MODEL_EXAMPLES sets how many sequences are tried (soak runs use thousands).
 """
 
+# It compares system calls, so it makes them by their own names.
+# ruff: noqa: PTH
+
 from __future__ import annotations
 
 import errno

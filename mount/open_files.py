@@ -1,0 +1,151 @@
+"""The files that programs have open: their backing descriptors, which of them grow, and when their room is freed.
+
+The channel counts the handles and keeps the descriptor; this decides what that means. A file's room is free the
+moment it has neither a name nor a handle, and freeing much of it is done in a thread, since it takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from typing import TYPE_CHECKING
+
+import trio
+
+from mount import syscalls
+from mount.nodes import NodeTable
+
+if TYPE_CHECKING:
+    from mount.channel import Channel
+    from tierfs.ram.tier import RamTier
+
+# The kernel frees some 10 GB/s of huge pages: this much takes about 10 ms.
+FREE_IN_THREAD_BYTES = 64 << 20
+
+
+def is_writing(flags: int) -> bool:
+    """Whether an open with these flags makes a writer."""
+    return flags & os.O_ACCMODE != os.O_RDONLY
+
+
+class OpenFiles:
+    """The open files of one mount. Handlers call it from the trio thread."""
+
+    def __init__(self, nodes: NodeTable, channel: Channel, tier: RamTier, log: logging.Logger) -> None:
+        self._nodes = nodes
+        self._channel = channel
+        self._tier = tier
+        self._log = log
+        self._threads = trio.CapacityLimiter(4)
+        self.growing: set[int] = set()
+
+    def resume(self) -> None:
+        """After a takeover, before the first request: attach again what programs have open."""
+        for nodeid, handle, handles in self._channel.open_nodes():
+            fd = self._reopen(nodeid, handle)
+            if fd < 0:
+                self._log.error("a file that a program has open (inode %d) is gone from the RAM tier", nodeid)
+                continue
+            try:
+                self._channel.attach(nodeid, fd, handle)
+                if handles.writers:
+                    self.begin_writing(nodeid, fd, None)
+            finally:
+                os.close(fd)
+
+    def open_backing(self, nodeid: int, flags: int) -> int:
+        """A descriptor for reading and writing where the daemon may, else as `flags` say; the caller closes it."""
+        fd = self._channel.fd(nodeid)
+        if fd is not None:
+            return os.dup(fd)
+        path = self._nodes.proc(nodeid)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            if flags & os.O_ACCMODE == os.O_RDWR:
+                raise
+            return os.open(path, (flags & os.O_ACCMODE) | os.O_CLOEXEC)
+
+    def attach(self, nodeid: int, fd: int) -> None:
+        """Tell the channel which file is behind the open that is being answered."""
+        try:
+            handle = syscalls.name_to_handle(fd)
+        except OSError:
+            handle = b""  # a file system without handles: an unlinked open file does not survive a takeover
+        self._channel.attach(nodeid, fd, handle)
+
+    def begin_writing(self, nodeid: int, fd: int, expected_bytes: int | None) -> None:
+        """A writer opens the file; its shard grows from now until the last writer is gone."""
+        if nodeid not in self.growing:
+            self._tier.begin_shard(nodeid, fd, expected_bytes)
+            self.growing.add(nodeid)
+
+    def ended_writing(self, nodeid: int) -> bool:
+        """A handle was released. True when it was the last of the file's writers, whose shard has ended."""
+        if self._channel.handles(nodeid).writers:
+            return False
+        # A writer that closed while the daemon was being replaced is not counted any more: its release tells.
+        if nodeid not in self.growing and not self._channel.resent("release", nodeid):
+            return False
+        self.growing.discard(nodeid)
+        self._tier.end_shard(nodeid)
+        return True
+
+    async def truncate(self, nodeid: int, size: int, *, privileged: bool) -> None:
+        """Set the size. An unprivileged caller takes set-user-ID and set-group-ID bits away, as with any change."""
+        fd = self.open_backing(nodeid, os.O_WRONLY)
+        try:
+            st = os.fstat(fd)
+            if st.st_blocks * 512 - size > FREE_IN_THREAD_BYTES:
+                await trio.to_thread.run_sync(os.ftruncate, fd, size, limiter=self._threads)
+            else:
+                os.ftruncate(fd, size)
+            if st.st_mode & (stat.S_ISUID | stat.S_ISGID) and not privileged:
+                os.fchmod(fd, _without_privileges(st.st_mode))
+        finally:
+            os.close(fd)
+        if size < st.st_size:
+            self._tier.released_room()
+
+    async def free(self, nodeid: int) -> None:
+        """Free the room of a file that lost its last name, unless a program has it open."""
+        if not self._nodes.is_nameless(nodeid) or self._channel.handles(nodeid).opens:
+            return
+        fd = self._nodes.let_go(nodeid)
+        if fd >= 0:
+            await self.close(fd)
+
+    async def close(self, fd: int) -> None:
+        """Close a descriptor that may be the last thing that holds a large file."""
+        st = os.fstat(fd)
+        if st.st_nlink or not stat.S_ISREG(st.st_mode):
+            os.close(fd)
+            return
+        if st.st_blocks * 512 > FREE_IN_THREAD_BYTES:
+            await trio.to_thread.run_sync(os.close, fd, limiter=self._threads)
+        else:
+            os.close(fd)
+        self._tier.released_room()
+
+    def _reopen(self, nodeid: int, handle: bytes) -> int:
+        """Open what was open before a takeover: by name, or by handle if it has none. -1 when it is gone."""
+        try:
+            return self.open_backing(nodeid, os.O_RDONLY)
+        except OSError:
+            pass
+        try:
+            fd = syscalls.open_by_handle(self._nodes.mount_fd, handle, os.O_RDWR)
+        except OSError:
+            return -1
+        if os.fstat(fd).st_ino != nodeid:
+            os.close(fd)
+            return -1
+        self._nodes.adopt(nodeid, os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC))
+        return fd
+
+
+def _without_privileges(mode: int) -> int:
+    """The mode after a change by somebody without CAP_FSETID: no set-user-ID, set-group-ID only as a lock mark."""
+    mode = stat.S_IMODE(mode) & ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
