@@ -107,6 +107,7 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
         if status["passthrough"]
         else Cell(f"off: {channel.get('reason') or 'no reason given'}", "yellow")
     )
+    keeper = f"keeper {status['keeper_pid']}" if status["keeper_pid"] is not None else "no keeper"
     takeovers = status.get("takeovers", 0)
     up = f", up {format_age(status['uptime_s'])}" if status.get("uptime_s") is not None else ""
     again = f", taken over {takeovers} time{'s' * (takeovers != 1)}" if takeovers else ""
@@ -116,7 +117,7 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
         [
             ("instance", Cell(f"{status['name']} on {status['mountpoint']} (tierfs {status['version']})", "bold")),
             ("passthrough", passthrough),
-            ("processes", f"daemon {status['daemon_pid']}, keeper {status['keeper_pid']}{up}{again}"),
+            ("processes", f"daemon {status['daemon_pid']}, {keeper}{up}{again}"),
             ("ram", f"{used} of {size} used, {format_size(ram['free_bytes'])} free{pages}{swap}"),
             ("ballast", _ballast(ram)),
         ],

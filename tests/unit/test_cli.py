@@ -265,6 +265,15 @@ def test_status_ends_with_3_for_errors_only(canned: CannedInstance) -> None:
     assert json.loads(done.stdout) == {**STATUS, "problems": [warning, error]}
 
 
+def test_a_fresh_instance_without_a_keeper_reads_well(canned: CannedInstance) -> None:
+    canned.answer(
+        "status", {**STATUS, "keeper_pid": None, "takeovers": 0, "steps": [], "growing": [], "namespaces": []}
+    )
+    text = tierfs("status", canned.mountpoint).stdout
+    assert "daemon 12, no keeper, up 1 h 3 min\n" in text
+    assert text.endswith("\nno steps yet\n")
+
+
 def test_json_is_exactly_the_servers_answer(canned: CannedInstance) -> None:
     canned.answer("ls", {"path": "run1", "entries": [], "more": 1})
     canned.answer("stat", {"any": "thing"})
