@@ -19,9 +19,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import needs_fuse, repository
+from tests.conftest import needs_fuse
 
-MODES = ("harness",)
+# What is forced on `tierfs mount` in each mode.
+MODES = {
+    "passthrough": (),
+    "fallback": ("passthrough=off",),
+    "socketpair": ("channel=socketpair",),
+}
+SIZE = "1GiB"
 
 
 @dataclass
@@ -57,29 +63,23 @@ def plain_tmpfs(path: Path, size: str) -> Iterator[Path]:
 
 
 @contextmanager
-def harness_instance(base: Path, size: str = "1g") -> Iterator[Instance]:
-    """`TierFs` alone on plain pyfuse3; see fs_harness.py."""
-    log_file, mountpoint = base / "daemon.log", base / "mnt"
-    mountpoint.mkdir()
-    with plain_tmpfs(base / "ram", size) as ram, plain_tmpfs(base / "plain", size) as plain, log_file.open("wb") as log:
-        daemon = subprocess.Popen(
-            [sys.executable, "tests/mount/fs_harness.py", str(ram), str(mountpoint)],
-            cwd=repository(),
-            env={**os.environ, "PYTHONPATH": str(repository())},
-            stdout=subprocess.PIPE,
-            stderr=log,
+def real_instance(base: Path, mode: str, *options: str) -> Iterator[Instance]:
+    """`tierfs mount` in `base`; taken down with all its processes, also when the daemon died."""
+    mountpoint, name = base / "mnt", f"{mode}-{os.getpid()}"
+    given = [f"name={name}", f"size={SIZE}", f"runtime_dir={base}/run", *MODES[mode], *options]
+    command = Path(sys.executable).parent / "tierfs"
+    with plain_tmpfs(base / "plain", "1g") as plain:
+        done = subprocess.run(
+            [command, "mount", mountpoint, "-o", ",".join(given)], capture_output=True, text=True, timeout=60
         )
+        assert done.returncode == 0, done.stdout + done.stderr
         try:
-            assert daemon.stdout is not None
-            assert daemon.stdout.readline() == b"ready\n", log_file.read_text()
-            yield Instance("harness", mountpoint, plain, log_file)
+            yield Instance(mode, mountpoint, plain, base / "run" / name / "log" / "daemon.log")
         finally:
-            subprocess.run(["umount", "-l", mountpoint], check=False, capture_output=True)
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            down = subprocess.run(
+                [command, "umount", mountpoint, "--discard", "--lazy"], capture_output=True, text=True, timeout=60
+            )
+            assert down.returncode == 0, down.stdout + down.stderr
 
 
 class Instances:
@@ -94,7 +94,7 @@ class Instances:
             base = Path(tempfile.mkdtemp(prefix="tierfs-test-"))
             base.chmod(0o755)
             self._stack.callback(shutil.rmtree, base, ignore_errors=True)
-            self._made[mode] = self._stack.enter_context(harness_instance(base))
+            self._made[mode] = self._stack.enter_context(real_instance(base, mode))
         return self._made[mode]
 
 
