@@ -19,8 +19,8 @@ import trio
 from mount import kernel_mount
 from mount.channel import Channel
 from mount.control import ControlServer
-from mount.keeper import FUSE_FD, READY_FD
 from mount.operations import Operations
+from mount.processes import FUSE_FD, READY_FD
 from mount.runtime import Instance, MountRecord, log_directory, read_record
 from tierfs.errors import MountError, TierfsError
 from tierfs.logs import NamespaceLog, configure_logging

@@ -4,9 +4,7 @@ It does nothing else, so it has nothing to crash on. As long as it lives the mou
 is not connected": when the daemon dies, programs wait for the next one. When the keeper itself is killed the daemon
 serves on, and the next `tierfs mount` of the instance starts a keeper that adopts it.
 
-Between keeper and daemon: `python -m mount.daemon R fresh|takeover`, with the connection's descriptor number in
-TIERFS_FUSE_FD and that of a pipe in TIERFS_READY_FD, on which the daemon writes one line of JSON such as
-`{"resend": true}` once it serves. Exit status 0 means that the mount is gone.
+`mount.daemon_process` says how the two talk.
 """
 
 from __future__ import annotations
@@ -19,23 +17,21 @@ import resource
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mount import kernel_mount
+from mount.daemon_process import DaemonProcess, describe_status, start_daemon
 from mount.handover import take_over_connection
-from mount.processes import package_environment, service_is_stopping
+from mount.processes import service_is_stopping
 from mount.ram_mount import end_instance, prepare_ram
 from mount.runtime import (
     Instance,
-    LiveProcess,
     MountRecord,
     lock_keeper,
     read_process,
@@ -50,9 +46,6 @@ from tierfs.settings_sources import settings_from_json
 
 log = logging.getLogger("tierfs.keeper")
 
-FUSE_FD = "TIERFS_FUSE_FD"
-READY_FD = "TIERFS_READY_FD"
-
 _MOST_FAILED_STARTS = 5
 _PAUSES_BEFORE_READY_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 _PAUSES_AFTER_READY_S = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0)
@@ -60,18 +53,6 @@ _SERVED_WELL_S = 30.0
 _READY_WITHIN_S = 120.0
 _DRAIN_WITHIN_S = 60.0
 _END_WITHIN_S = 5.0
-
-
-@dataclass
-class _Daemon:
-    process: LiveProcess
-    pidfd: int
-    child: subprocess.Popen[bytes] | None = None
-    """None for an adopted daemon, whose exit status nobody can learn."""
-    ready_pipe: int | None = None
-    ready: bool = False
-    resend: bool = False
-    started: float = field(default_factory=time.monotonic)
 
 
 class Keeper:
@@ -96,6 +77,8 @@ class Keeper:
         self._on_ready = on_ready
         self._fuse_fd = -1
         self._mount_id = -1
+        self._can_resend = False
+        """Whether a new daemon can go on with this connection: one was ready on it, and the kernel resends."""
         self._announced = False
         self._stopping = 0
         self._deadline: float | None = None
@@ -127,7 +110,7 @@ class Keeper:
 
     # --- the loop
 
-    def _keep(self, daemon: _Daemon) -> int:
+    def _keep(self, daemon: DaemonProcess) -> int:
         failed_starts = quick_deaths = 0
         while True:
             status = self._watch(daemon)
@@ -136,7 +119,7 @@ class Keeper:
             if self._stopping or status == 0 or self._is_unmounted():
                 log.info("the daemon %d has ended, and the mount with it", daemon.process.pid)
                 return 0
-            how = "" if status is None else f" ({_describe(status)})"
+            how = "" if status is None else f" ({describe_status(status)})"
             log.error("the daemon %d died after %.1f s%s", daemon.process.pid, served_s, how)
             if daemon.ready and self._announced:
                 failed_starts = 0
@@ -155,17 +138,16 @@ class Keeper:
                 pause_s = _PAUSES_BEFORE_READY_S[min(failed_starts, len(_PAUSES_BEFORE_READY_S)) - 1]
             if self._pause(pause_s):
                 return 0
-            # A daemon that was never ready may have died with the kernel's INIT read and not answered; one whose kernel
-            # can't resend took requests with it that would hang for ever. Both need a new connection.
-            can_resend = daemon.resend or (not daemon.ready and self._announced and self._resend_is_known())
-            if can_resend and kernel_mount.connection_is_alive(self._fuse_fd):
+            # Before any daemon was ready on this connection, the kernel's INIT may have been read and not answered; and
+            # where the kernel can't resend, requests went with the daemon and would hang for ever. Both need a new one.
+            if self._can_resend and kernel_mount.connection_is_alive(self._fuse_fd):
                 daemon = self._start("takeover")
             else:
                 log.warning("mounting %s anew: programs that had files open there get errors", self._record.mountpoint)
                 self._mount()
                 daemon = self._start("fresh")
 
-    def _watch(self, daemon: _Daemon) -> int | None:
+    def _watch(self, daemon: DaemonProcess) -> int | None:
         """Until the daemon ends; its exit status if that can be known."""
         with selectors.DefaultSelector() as selector:
             selector.register(daemon.pidfd, selectors.EVENT_READ)
@@ -183,20 +165,18 @@ class Keeper:
                     if self._wake.fileno() in events:
                         self._hear_wake(daemon)
                     if daemon.pidfd in events:
-                        return daemon.child.wait() if daemon.child is not None else None
+                        return daemon.exit_status()
                     self._press(daemon)
             finally:
-                if daemon.ready_pipe is not None:
-                    os.close(daemon.ready_pipe)
-                    daemon.ready_pipe = None
+                daemon.close_ready_pipe()
 
-    def _time_left(self, daemon: _Daemon) -> float | None:
+    def _time_left(self, daemon: DaemonProcess) -> float | None:
         deadlines = [] if self._deadline is None else [self._deadline]
         if not daemon.ready:
             deadlines.append(daemon.started + _READY_WITHIN_S)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def _press(self, daemon: _Daemon) -> None:
+    def _press(self, daemon: DaemonProcess) -> None:
         """Goes one step further with a daemon that is late: to be ready, or to end when asked."""
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
@@ -235,7 +215,7 @@ class Keeper:
             signal.signal(number, lambda *_: None)  # the byte on the wakeup descriptor is what counts
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    def _hear_wake(self, daemon: _Daemon | None) -> None:
+    def _hear_wake(self, daemon: DaemonProcess | None) -> None:
         try:
             heard = self._wake.recv(64)
         except BlockingIOError:
@@ -258,20 +238,11 @@ class Keeper:
         if self._stopping > 1 and not self._forced:
             self._deadline = time.monotonic()
 
-    def _hear_ready(self, daemon: _Daemon) -> None:
-        assert daemon.ready_pipe is not None
-        line = os.read(daemon.ready_pipe, 65536)
-        os.close(daemon.ready_pipe)
-        daemon.ready_pipe = None
-        if not line:
+    def _hear_ready(self, daemon: DaemonProcess) -> None:
+        said = daemon.hear_ready()
+        if said is None:
             return  # it is ending; its pidfd will tell
-        try:
-            said: Any = json.loads(line)
-        except ValueError:
-            said = None
-        said = said if isinstance(said, dict) else {}
-        daemon.ready = True
-        daemon.resend = bool(said.get("resend", False)) and self._settings.resend != "off"
+        self._can_resend = bool(said.get("resend", False)) and self._settings.resend != "off"
         write_atomically(self._instance.daemon_ready, json.dumps({**said, "pid": daemon.process.pid}) + "\n")
         log.info("the daemon %d is ready %s", daemon.process.pid, json.dumps(said))
         self._announce_when_it_answers()
@@ -288,16 +259,18 @@ class Keeper:
 
         threading.Thread(target=ask, name="first stat", daemon=True).start()
 
-    def _resend_is_known(self) -> bool:
+    def _read_ready(self) -> bool:
+        """What an adopted daemon said to the keeper before, if it was ready at all."""
         try:
             said = json.loads(self._instance.daemon_ready.read_text())
         except (OSError, ValueError):
             return False
-        return bool(said.get("resend", False)) and self._settings.resend != "off"
+        self._can_resend = bool(said.get("resend", False)) and self._settings.resend != "off"
+        return True
 
     # --- what it does
 
-    def _adopt(self) -> _Daemon | None:
+    def _adopt(self) -> DaemonProcess | None:
         """The living daemon of a keeper that was killed, or None when there is none."""
         process = read_process(self._instance.daemon_pid)
         if process is None:
@@ -324,15 +297,14 @@ class Keeper:
             )
         self._mount_id = entry.mount_id
         log.info("adopted the daemon %d, whose keeper was killed", process.pid)
-        daemon = _Daemon(process, pidfd, resend=self._resend_is_known())
-        daemon.ready = self._instance.daemon_ready.exists()
-        return daemon
+        return DaemonProcess(process, pidfd, ready=self._read_ready())
 
     def _mount(self) -> None:
         """A new connection on the mount point; what is left there of an old one goes."""
         if self._fuse_fd >= 0:
             os.close(self._fuse_fd)
             self._fuse_fd = -1
+        self._can_resend = False
         kernel_mount.detach_dead(self._record.mountpoint)
         self._instance.daemon_ready.unlink(missing_ok=True)
         wanted = self._settings.allow_other
@@ -358,30 +330,8 @@ class Keeper:
         entry = kernel_mount.find_mount(self._record.mountpoint)
         self._mount_id = -1 if entry is None else entry.mount_id
 
-    def _start(self, mode: str) -> _Daemon:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        environment = package_environment()
-        for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID"):  # these are the keeper's own
-            environment.pop(name, None)
-        environment |= {FUSE_FD: str(self._fuse_fd), READY_FD: str(writing)}
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-m", self._daemon_module, str(self._instance.directory), mode],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),  # whatever it prints belongs into the log
-                env=environment,
-                pass_fds=(self._fuse_fd, writing),
-                cwd=self._instance.directory,
-                start_new_session=True,  # a Ctrl-C in the keeper's terminal is the keeper's to pass on
-            )
-        except OSError as error:
-            os.close(reading)
-            raise MountError(f"the daemon can't be started: {error.strerror} ({sys.executable})") from error
-        finally:
-            os.close(writing)
-        log.info("started the daemon %d (%s)", child.pid, mode)
-        process = write_process(self._instance.daemon_pid, child.pid) or LiveProcess(child.pid, 0)
-        return _Daemon(process, os.pidfd_open(child.pid), child, reading)  # not reaped yet, so the pid is its own
+    def _start(self, mode: str) -> DaemonProcess:
+        return start_daemon(self._instance, self._daemon_module, mode, self._fuse_fd)
 
     # --- the end
 
@@ -393,7 +343,7 @@ class Keeper:
         """
         entry = kernel_mount.find_mount(self._record.mountpoint)
         gone = entry is None or entry.mount_id != self._mount_id
-        return gone and not (kernel_mount.connection_is_alive(self._fuse_fd) and self._resend_is_known())
+        return gone and not (kernel_mount.connection_is_alive(self._fuse_fd) and self._can_resend)
 
     def _detach(self, *, force: bool = False) -> None:
         entry = kernel_mount.find_mount(self._record.mountpoint)
@@ -435,12 +385,6 @@ def _raise_file_limit() -> None:
             return
         except (OSError, ValueError):
             continue
-
-
-def _describe(status: int) -> str:
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"
 
 
 def set_up_log() -> None:

@@ -47,6 +47,15 @@ UNPRIVILEGED_LIMITS = (
 )
 
 
+class LaunchFailed(MountError):
+    """The keeper or the first daemon failed; `log_tail` has the last lines that they wrote to `log_path`."""
+
+    def __init__(self, message: str, *, log_path: Path, log_tail: str) -> None:
+        super().__init__(message)
+        self.log_path = log_path
+        self.log_tail = log_tail
+
+
 @dataclass(frozen=True)
 class Prepared:
     """An instance whose keeper can be started."""
@@ -61,9 +70,14 @@ class Prepared:
 
 
 def prepare_mount(
-    mountpoint: Path, options: Sequence[str], *, config: Path | None = None, flags: Mapping[str, str] | None = None
+    mountpoint: Path,
+    options: Sequence[str],
+    *,
+    config: Path | None = None,
+    flags: Mapping[str, str] | None = None,
+    make_mountpoint: bool = True,
 ) -> Prepared:
-    """Checks everything that can be checked before, and makes the runtime directory.
+    """Checks everything that can be checked before, and makes the runtime directory and a missing mount point.
 
     SettingsError for settings, MountError for the rest: a mount point that is missing its parent, is no directory,
     is not empty (without `-o nonempty`), or is in use by another instance; a name that is mounted already.
@@ -93,7 +107,7 @@ def prepare_mount(
     nonempty = any("nonempty" in option.split(",") for option in options)
     privileged = os.geteuid() == 0
     make_instance(instance.directory.parent, instance.name)
-    made = _make_mountpoint(place, nonempty=nonempty)
+    made = _check_mountpoint(place, make=make_mountpoint, nonempty=nonempty)
     if made:
         notes.append(f"made the directory {place}; `tierfs umount` removes it")
     if not privileged:
@@ -135,7 +149,10 @@ def answers(place: Path, *, timeout_s: float) -> bool:
     return answered.is_set()
 
 
-def _make_mountpoint(place: Path, *, nonempty: bool) -> bool:
+def _check_mountpoint(place: Path, *, make: bool, nonempty: bool) -> bool:
+    """Whether it had to be made."""
+    if not make and not place.exists():
+        raise MountError(f"the mount point {place} does not exist; make it first")
     try:
         place.mkdir()
         return True
@@ -193,9 +210,7 @@ def start_detached(
         if "error" in said:
             with suppress(subprocess.TimeoutExpired):
                 keeper.wait(10)
-            raise MountError(
-                f"{said['error']}\nthe last lines of {log_path}:\n{_tail(log_path, log_start)}".rstrip()
-            )
+            raise LaunchFailed(said["error"], log_path=log_path, log_tail=_tail(log_path, log_start))
         keeper.returncode = 0  # it lives on; keeps subprocess from warning that nobody waited for it
     with suppress(OSError, ValueError):
         told: dict[str, Any] = json.loads(instance.daemon_ready.read_text())

@@ -7,6 +7,11 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+FUSE_FD = "TIERFS_FUSE_FD"
+"""Variable with the number of the daemon's /dev/fuse."""
+READY_FD = "TIERFS_READY_FD"
+"""Variable with the number of the pipe on which the daemon says that it is ready."""
+
 
 def package_environment() -> dict[str, str]:
     """The environment for `python -m mount.…`: this very package is found first, wherever it was imported from."""

@@ -1,0 +1,90 @@
+"""Unmounting an instance from outside, and waiting until nothing of it runs any more."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from mount import kernel_mount, ram_mount
+from mount.launch import answers
+from mount.runtime import Instance, keeper_is_alive, read_process, read_record, real_mountpoint
+from tierfs.errors import InstanceError, MountError
+from tierfs.units import format_size
+
+
+def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_be_mounted: bool) -> str:
+    """Unmounts it and waits for its processes; returns the mount point, or "" when it was not mounted.
+
+    MountError when it is in use (with the processes that use it) or its processes don't end in time; InstanceError
+    when it is not mounted and must be.
+    """
+    record = read_record(instance)
+    assert record is not None, "an instance is found by its record"
+    mountpoint = record.mountpoint
+    entry = kernel_mount.find_mount(mountpoint)
+    is_mounted = entry is not None and entry.is_tierfs
+    daemon, keeper = read_process(instance.daemon_pid), read_process(instance.keeper_pid)
+    runs = daemon is not None or keeper_is_alive(instance)
+    if not is_mounted and not runs:
+        if must_be_mounted:
+            raise InstanceError(f"{instance.name} is not mounted on {mountpoint}. {what_stays(instance)}".rstrip())
+        return ""
+    if is_mounted and runs:
+        _unmount(mountpoint, lazy=lazy)
+    elif is_mounted:
+        kernel_mount.detach_dead(mountpoint)
+    deadline = time.monotonic() + timeout_s
+    for process, what in ((daemon, "daemon"), (keeper, "keeper")):
+        if process is not None and not process.wait(max(0.0, deadline - time.monotonic())):
+            raise MountError(_still_runs(instance, f"{what} {process.pid}", timeout_s, lazy=lazy))
+    if keeper is None and instance.directory.exists():
+        ram_mount.end_instance(instance)
+    return mountpoint
+
+
+def _unmount(mountpoint: str, *, lazy: bool) -> None:
+    try:
+        kernel_mount.unmount(mountpoint, lazy=lazy)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            busy = "; ".join(str(holder) for holder in kernel_mount.holders(mountpoint))
+            raise MountError(
+                f"{mountpoint} is in use by {busy or 'processes that this user may not see'}: end them, or unmount "
+                "with --lazy"
+            ) from error
+        if error.errno == errno.EPERM:
+            raise MountError(f"{mountpoint} was mounted by another user, so unmounting it needs root") from error
+        if error.errno != errno.EINVAL:  # EINVAL: somebody else was faster
+            raise MountError(f"{mountpoint} can't be unmounted: {error.strerror}") from error
+
+
+def _still_runs(instance: Instance, who: str, timeout_s: float, *, lazy: bool) -> str:
+    if lazy:
+        return f"out of the tree, but programs still use files of the mount: the {who} goes on until they close them"
+    return f"the mount is gone, but the {who} still runs after {timeout_s:.0f} s; see {instance.log_directory}"
+
+
+def forget_unknown_mount(target: str) -> bool:
+    """Unmounts a tierfs mount whose runtime directory is gone, so that there is nobody to wait for.
+
+    False when there is none at `target`.
+    """
+    place = real_mountpoint(target)
+    entry = kernel_mount.find_mount(str(place))
+    if entry is None or not entry.is_tierfs:
+        return False
+    if answers(place, timeout_s=2.0):
+        _unmount(str(place), lazy=False)
+    else:
+        kernel_mount.detach_dead(str(place))
+    return True
+
+
+def what_stays(instance: Instance) -> str:
+    """What of it is left in memory, for people; "" when nothing is."""
+    if not instance.directory.exists() or not ram_mount.holds_files(instance):
+        return ""
+    return (
+        f"{format_size(ram_mount.stored_bytes(instance))} stay in the RAM tier: the next mount of {instance.name} "
+        f"finds them, `tierfs umount --discard {instance.name}` frees them"
+    )
