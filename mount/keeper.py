@@ -116,7 +116,8 @@ class Keeper:
             status = self._watch(daemon)
             os.close(daemon.pidfd)
             served_s = time.monotonic() - daemon.started
-            if self._stopping or status == 0 or self._is_unmounted():
+            left = status == 0 and kernel_mount.connection_is_alive(self._fuse_fd)  # of its own accord
+            if self._stopping or left or self._is_unmounted():
                 log.info("the daemon %d has ended, and the mount with it", daemon.process.pid)
                 return 0
             how = "" if status is None else f" ({describe_status(status)})"

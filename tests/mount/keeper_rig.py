@@ -1,0 +1,120 @@
+"""One instance for tests of keeper and mount commands: mounted by the command, watched by its runtime directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mount import kernel_mount
+from mount.processes import package_environment
+from mount.runtime import Instance, LiveProcess, keeper_is_alive, read_process
+from tests.conftest import needs_fuse, wait_until
+
+STUB = "tests.mount.keeper_stub_daemon"
+
+
+def tierfs(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mount.cli.main", *map(str, arguments)],
+        env=package_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+class Rig:
+    """`place` is the mount point, `instance` the runtime directory's paths."""
+
+    def __init__(self, directory: Path, daemon_module: str) -> None:
+        self.directory = directory
+        self.place = directory / "ckpt"
+        self.place.mkdir()
+        self.parent = directory / "run"
+        self.name = f"t{os.getpid()}-{directory.name}"[:60]
+        self.instance = Instance(self.parent / self.name)
+        self.daemon_module = daemon_module
+
+    def mount_arguments(self, *options: str) -> list[str]:
+        settings = [f"name={self.name}", f"runtime_dir={self.parent}", "size=64MiB", "ram.ballast=off", *options]
+        return ["mount", str(self.place), "-o", ",".join(settings), "--daemon-module", self.daemon_module]
+
+    def mount(self, *options: str) -> subprocess.CompletedProcess[str]:
+        done = tierfs(*self.mount_arguments(*options))
+        assert done.returncode == 0, done.stderr + self.log()
+        return done
+
+    def wish(self, words: str) -> None:
+        """How the stub shall misbehave from its next start on."""
+        self.instance.directory.mkdir(parents=True, exist_ok=True)
+        (self.instance.directory / "stub").write_text(words)
+
+    @property
+    def starts(self) -> list[str]:
+        path = self.instance.directory / "starts"
+        return path.read_text().split() if path.exists() else []
+
+    @property
+    def daemon(self) -> LiveProcess:
+        process = read_process(self.instance.daemon_pid)
+        assert process is not None, self.log()
+        return process
+
+    @property
+    def keeper(self) -> LiveProcess:
+        process = read_process(self.instance.keeper_pid)
+        assert process is not None, self.log()
+        return process
+
+    def kill_daemon(self) -> LiveProcess:
+        """SIGKILL, and returns the next daemon once it runs."""
+        old = self.daemon
+        old.send_signal(signal.SIGKILL)
+        assert old.wait(10)
+        wait_until(lambda: self.next_daemon(old), "another daemon runs")
+        return self.daemon
+
+    def next_daemon(self, old: LiveProcess) -> bool:
+        new = read_process(self.instance.daemon_pid)
+        return new is not None and new.pid != old.pid
+
+    def is_mounted(self) -> bool:
+        entry = kernel_mount.find_mount(str(self.place))
+        return entry is not None and entry.is_tierfs
+
+    def wait_for_end(self) -> None:
+        wait_until(lambda: not keeper_is_alive(self.instance), "the keeper has ended")
+        assert read_process(self.instance.daemon_pid) is None
+        assert not self.is_mounted()
+
+    def log(self) -> str:
+        logs = sorted(self.instance.log_directory.rglob("*.log"))
+        return "\n".join(f"--- {path}\n{path.read_text(errors='replace')}" for path in logs)
+
+
+@contextlib.contextmanager
+def rig(daemon_module: str) -> Iterator[Rig]:
+    """A rig in a temporary place of its own; nothing of it is left afterwards, whatever happened."""
+    needs_fuse()
+    directory = Path(tempfile.mkdtemp(prefix="tierfs-keeper-"))
+    made = Rig(directory, daemon_module)
+    try:
+        yield made
+    finally:
+        for path in (made.instance.keeper_pid, made.instance.daemon_pid):
+            if process := read_process(path):
+                process.send_signal(signal.SIGKILL)
+                process.wait(10)
+        for mountpoint in (made.place, made.instance.ram):
+            while kernel_mount.find_mount(str(mountpoint)) is not None:
+                kernel_mount.unmount(str(mountpoint), lazy=True)
+        tierfs("umount", "--discard", made.place)
+        shutil.rmtree(directory)
