@@ -223,7 +223,8 @@ class TierFs(pyfuse3.Operations):
         if fields.update_size:
             if fh is None:
                 rel = self.nodes.path(inode)
-                if rel is not None and await self.tracker.before_truncate(rel, ctx.pid):
+                is_kept = rel is None and self.nodes.stat(inode).st_nlink > 0  # in an old generation
+                if is_kept or (rel is not None and await self.tracker.before_truncate(rel, ctx.pid)):
                     raise pyfuse3.FUSEError(errno.ESTALE)
             await self._files.truncate(inode, attr.st_size, privileged=ctx.uid == 0)
         path = self.nodes.proc(inode)
@@ -290,6 +291,9 @@ class TierFs(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         changing = is_writing(flags) or bool(flags & os.O_TRUNC)
         rel = self.nodes.path(inode) if changing else None
+        if changing and rel is None and self.nodes.stat(inode).st_nlink:
+            # Kept in an old generation, which nothing may change: under its name there is another inode now.
+            raise pyfuse3.FUSEError(errno.ESTALE)
         if rel is not None and await self.tracker.before_write_open(rel, ctx.pid, truncate=bool(flags & os.O_TRUNC)):
             raise pyfuse3.FUSEError(errno.ESTALE)
         if flags & os.O_TRUNC:

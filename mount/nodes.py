@@ -292,10 +292,19 @@ class NodeTable:
         if not at_once and self._scanned_at is not None and now - self._scanned_at < _SCAN_AT_MOST_EVERY_S:
             return
         self._scanned_at = now
-        self._hints = {ino: (directory, name) for ino, directory, name in self._walk()}
+        hints: dict[int, tuple[int, bytes]] = {}
+        for ino, directory, name in self._walk():
+            # What the mount shows comes first: a file may also be kept, as a hard link, in an old generation.
+            hints.setdefault(ino, (directory, name))
+        self._hints = hints
 
     def _walk(self) -> Iterator[tuple[int, int, bytes]]:
-        pending: list[tuple[bytes, int]] = [(b".", self._top_ino)]
+        """Every entry of the tier, as (inode, directory's node, name): below the root first, then the rest."""
+        shown = os.path.relpath(self._prefix, os.readlink(b"/proc/self/fd/%d" % self._top))  # noqa: PTH115
+        yield from self._walk_from([(shown, ROOT)], skipped=b"")
+        yield from self._walk_from([(b".", self._top_ino)], skipped=b"./" + shown)
+
+    def _walk_from(self, pending: list[tuple[bytes, int]], *, skipped: bytes) -> Iterator[tuple[int, int, bytes]]:
         while pending:
             path, directory = pending.pop()
             try:
@@ -307,9 +316,9 @@ class NodeTable:
                     for entry in entries:
                         name = os.fsencode(entry.name)
                         yield entry.inode(), directory, name
-                        if entry.is_dir(follow_symlinks=False):
-                            ino = ROOT if entry.inode() == self.root_ino else entry.inode()
-                            pending.append((path + b"/" + name, ino))
+                        below = path + b"/" + name
+                        if entry.is_dir(follow_symlinks=False) and below != skipped:
+                            pending.append((below, entry.inode()))
             finally:
                 os.close(fd)
 
