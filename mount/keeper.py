@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -313,20 +313,18 @@ class Keeper:
         if wanted == "on" and not allowed:
             raise MountError("allow_other needs the line `user_allow_other` in /etc/fuse.conf, which root can add")
         allow_other = allowed and wanted != "off" and (wanted == "on" or self._record.privileged)
-        options = self._record.kernel_options
+        where, source, options = self._record.mountpoint, self._record.source, self._record.kernel_options
         if self._record.privileged:
             fd = kernel_mount.open_device()
             try:
-                kernel_mount.mount_device(
-                    fd, self._record.mountpoint, allow_other=allow_other, kernel_options=options
-                )
+                kernel_mount.mount_device(fd, where, source=source, allow_other=allow_other, kernel_options=options)
             except MountError:
                 os.close(fd)
                 raise
             self._fuse_fd = fd
         else:
             self._fuse_fd = kernel_mount.fusermount_mount(
-                self._record.mountpoint, allow_other=allow_other, kernel_options=options
+                where, source=source, allow_other=allow_other, kernel_options=options
             )
         entry = kernel_mount.find_mount(self._record.mountpoint)
         self._mount_id = -1 if entry is None else entry.mount_id
@@ -388,12 +386,14 @@ def _raise_file_limit() -> None:
             continue
 
 
-def set_up_log() -> None:
-    """The keeper's lines go to standard error: the terminal, the journal, or `R/log/keeper.log`."""
+def set_up_log(notes: Sequence[str] = ()) -> None:
+    """The keeper's lines, `notes` first, go to standard error: the terminal, the journal, or `R/log/keeper.log`."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s keeper %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    for note in notes:
+        log.warning("%s", note)
 
 
 def main(arguments: list[str] | None = None) -> int:

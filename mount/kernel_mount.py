@@ -35,7 +35,6 @@ _FLAGS = {
 MNT_FORCE = 1
 MNT_DETACH = 2
 
-SOURCE = "tierfs"
 FILE_SYSTEM = "fuse.tierfs"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -107,7 +106,9 @@ def open_device() -> int:
         raise MountError(f"/dev/fuse can't be opened ({error.strerror}): {advice}") from error
 
 
-def mount_device(fd: int, mountpoint: str, *, allow_other: bool, kernel_options: tuple[str, ...] = ()) -> None:
+def mount_device(
+    fd: int, mountpoint: str, *, source: str, allow_other: bool, kernel_options: tuple[str, ...] = ()
+) -> None:
     """Mounts the connection `fd` by mount(2); needs CAP_SYS_ADMIN. The mount is always nosuid and nodev."""
     options = f"fd={fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions"
     if allow_other:
@@ -116,7 +117,7 @@ def mount_device(fd: int, mountpoint: str, *, allow_other: bool, kernel_options:
     for name in kernel_options:
         flags |= _FLAGS.get(name, 0)
     target = os.fsencode(mountpoint)
-    if _libc.mount(SOURCE.encode(), target, FILE_SYSTEM.encode(), ctypes.c_ulong(flags), options.encode()) == 0:
+    if _libc.mount(os.fsencode(source), target, FILE_SYSTEM.encode(), ctypes.c_ulong(flags), options.encode()) == 0:
         return
     number = ctypes.get_errno()
     advice = {
@@ -128,12 +129,14 @@ def mount_device(fd: int, mountpoint: str, *, allow_other: bool, kernel_options:
     raise MountError(f"mounting on {mountpoint} failed ({os.strerror(number)}): {advice}")
 
 
-def fusermount_mount(mountpoint: str, *, allow_other: bool, kernel_options: tuple[str, ...] = ()) -> int:
+def fusermount_mount(
+    mountpoint: str, *, source: str, allow_other: bool, kernel_options: tuple[str, ...] = ()
+) -> int:
     """Mounts by the setuid helper `fusermount3`; returns the connected /dev/fuse.
 
     The helper sends the descriptor over the socket that _FUSE_COMMFD names (libfuse, lib/mount.c, receive_fd).
     """
-    options = [f"fsname={SOURCE}", "subtype=tierfs", "nosuid", "nodev", "default_permissions"]
+    options = [f"fsname={source}", "subtype=tierfs", "nosuid", "nodev", "default_permissions"]
     if allow_other:
         options.append("allow_other")
     options += [name for name in kernel_options if name in ("noexec", "noatime", "sync", "dirsync")]

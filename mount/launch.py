@@ -75,6 +75,7 @@ def prepare_mount(
     *,
     config: Path | None = None,
     flags: Mapping[str, str] | None = None,
+    source: str = "tierfs",
     make_mountpoint: bool = True,
 ) -> Prepared:
     """Checks everything that can be checked before, and makes the runtime directory and a missing mount point.
@@ -112,7 +113,7 @@ def prepare_mount(
         notes.append(f"made the directory {place}; `tierfs umount` removes it")
     if not privileged:
         notes.append(UNPRIVILEGED_LIMITS)
-    record = MountRecord(str(place), privileged, made, kernel_options)
+    record = MountRecord(str(place), privileged, made, source, kernel_options)
     write_atomically(instance.settings, settings_to_json(settings))
     write_record(instance, record)
     return Prepared(instance, settings, record, False, tuple(notes))

@@ -97,6 +97,8 @@ class MountRecord:
     """Mounted by mount(2) as root, with the RAM tier on a tmpfs of its own; else by fusermount3."""
     made_mountpoint: bool = False
     """`tierfs mount` made the directory, so `tierfs umount` removes it."""
+    source: str = "tierfs"
+    """What the mount table and df call it. From fstab its first field, by which `mount -a` sees that it is mounted."""
     kernel_options: tuple[str, ...] = ()
     """Options for mount(2) that were asked for, such as noexec."""
 

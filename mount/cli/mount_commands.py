@@ -51,10 +51,8 @@ def run_mount(args: argparse.Namespace) -> int:
     from tierfs.units import format_size
 
     prepared = prepare_mount(args.mountpoint, args.options, config=args.config)
-    for note in prepared.notes:
-        print(f"tierfs: {note}", file=sys.stderr)
     if args.foreground:
-        set_up_log()
+        set_up_log(prepared.notes)
         return keep(prepared.instance, daemon_module=args.daemon_module, on_ready=service_is_ready)
     try:
         said = start_detached(prepared, timeout_s=args.timeout, daemon_module=args.daemon_module)
@@ -62,6 +60,8 @@ def run_mount(args: argparse.Namespace) -> int:
         if error.log_tail:
             print(f"the last lines of {error.log_path}:\n{error.log_tail}", file=sys.stderr)
         raise
+    for note in prepared.notes:
+        print(f"tierfs: {note}", file=sys.stderr)
     size = format_size(prepared.settings.size)
     passthrough = {True: ", passthrough on", False: ", passthrough off"}.get(said.get("passthrough", ""), "")
     print(f"mounted {prepared.instance.name} on {prepared.record.mountpoint} (RAM tier {size}{passthrough})")

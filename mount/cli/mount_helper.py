@@ -72,15 +72,15 @@ def _mount(given: argparse.Namespace) -> int:
 
         load_settings(None, os.environ, options, flags, default_name=instance_name(real_mountpoint(given.directory)))
         return 0
-    prepared = prepare_mount(given.directory, options, flags=flags, make_mountpoint=False)
-    for note in prepared.notes:
-        print(f"mount.tierfs: {note}", file=sys.stderr)
+    prepared = prepare_mount(given.directory, options, flags=flags, source=given.source, make_mountpoint=False)
     try:
         start_detached(prepared)
     except LaunchFailed as error:
         if error.log_tail:
             print(f"the last lines of {error.log_path}:\n{error.log_tail}", file=sys.stderr)
         raise
+    for note in prepared.notes:
+        print(f"mount.tierfs: {note}", file=sys.stderr)
     if given.verbose:
         print(f"mounted {prepared.instance.name} on {prepared.record.mountpoint}")
     return 0
