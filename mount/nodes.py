@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = 1
+# The tier's own directory, in hints. Not its inode number: that is 1 on a tmpfs, as the root's node id is.
+_TOP = 0
 _DELETED = b" (deleted)"
 _OPEN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # A scan costs about 1 ms per thousand files; ids that can't be found must not make every request pay for one.
@@ -54,7 +56,6 @@ class NodeTable:
 
     def __init__(self, top: Path, root: Path, *, budget: int | None = None) -> None:
         self._top = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._top_ino = os.fstat(self._top).st_ino
         self._prefix = os.fsencode(os.path.realpath(root))
         self._root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.root_ino = os.fstat(self._root_fd).st_ino
@@ -265,7 +266,7 @@ class NodeTable:
             return -1
         directory, name = where
         try:
-            parent = self._top if directory == self._top_ino else self.fd(directory)
+            parent = self._top if directory == _TOP else self.fd(directory)
             fd = os.open(name, _OPEN, dir_fd=parent)
         except OSError:
             return -1
@@ -302,7 +303,7 @@ class NodeTable:
         """Every entry of the tier, as (inode, directory's node, name): below the root first, then the rest."""
         shown = os.path.relpath(self._prefix, os.readlink(b"/proc/self/fd/%d" % self._top))  # noqa: PTH115
         yield from self._walk_from([(shown, ROOT)], skipped=b"")
-        yield from self._walk_from([(b".", self._top_ino)], skipped=b"./" + shown)
+        yield from self._walk_from([(b".", _TOP)], skipped=b"./" + shown)
 
     def _walk_from(self, pending: list[tuple[bytes, int]], *, skipped: bytes) -> Iterator[tuple[int, int, bytes]]:
         while pending:
