@@ -62,6 +62,12 @@ class BallastKeeper:
             self._changed.set()
         self._saving = saving
 
+    def look_if_in_the_way(self) -> None:
+        """Data may grow past the room made for it, which leaves more in memory than the tier's size: shrink soon."""
+        state = self._room.state()
+        if state.data_bytes + state.held_bytes > self._size_bytes:
+            self._changed.set()
+
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Moves the ballast towards its target, piece by piece. Runs until cancelled."""
         limiter = trio.CapacityLimiter(1)

@@ -216,6 +216,8 @@ class RamTier:
         limiter = trio.CapacityLimiter(1)
         while True:
             if not self._shards:
+                if self._ballast is not None:
+                    self._ballast.save_is_running(False)
                 await self._wake.wait()
             self._wake = trio.Event()
             now = time.monotonic()
@@ -223,6 +225,7 @@ class RamTier:
                 _look(shard, now)
             if self._ballast is not None:
                 self._ballast.save_is_running(any(s.growth().is_hot for s in self._shards.values()))
+                self._ballast.look_if_in_the_way()
             self._ask_for_room(now)
             for shard in list(self._shards.values()):
                 await self._give(shard, limiter)

@@ -1,0 +1,320 @@
+"""The RAM tier on a real tmpfs: room is there in time, the limit is the tier's size, and nothing outlives its use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from tierfs.errors import MountError
+from tierfs.ram import syscalls, tmpfs
+from tierfs.ram.ballast import Ballast
+from tierfs.ram.tier import RamTier
+from tierfs.ram.tmpfs import HUGE_PAGE, TmpfsGrant
+from tierfs.settings import RamSettings
+
+MIB = 1 << 20
+SIZE = 256 * MIB
+BLOCK = memoryview(os.urandom(4 * MIB))
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory for a tmpfs. Whatever was mounted on it goes when the test ends, however it ends."""
+    directory = tmp_path / "ram"
+    directory.mkdir()
+    yield directory
+    while tmpfs.is_tmpfs_mount(directory):
+        syscalls.umount(str(directory), syscalls.MNT_DETACH)
+
+
+@pytest.fixture(params=["auto", "always", "never"])
+def grant(request: pytest.FixtureRequest, place: Path) -> TmpfsGrant:
+    return tmpfs.mount_tmpfs(place, SIZE, huge_pages=request.param, noswap=True)
+
+
+@asynccontextmanager
+async def running(tier: RamTier) -> AsyncIterator[RamTier]:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(tier.run)
+        yield tier
+        nursery.cancel_scope.cancel()
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    with trio.move_on_after(seconds):
+        while not condition():  # noqa: ASYNC110 - the kernel has no event for these
+            await trio.sleep(0.005)
+    assert condition(), what
+
+
+async def ballast_is_full(tier: RamTier) -> None:
+    def full() -> bool:
+        usage = tier.usage()
+        return usage.ballast_bytes == usage.ballast_target_bytes >= usage.free_bytes - 2 * HUGE_PAGE
+
+    try:
+        await until(full, "the ballast was not filled")
+    except AssertionError as error:
+        raise AssertionError(f"the ballast was not filled: {tier.usage()}, {tier.problems()}") from error
+
+
+def limit_bytes(place: Path) -> int:
+    statistics = os.statvfs(place)
+    return statistics.f_blocks * statistics.f_frsize
+
+
+def write_until_full(fd: int, wanted_bytes: int = 1 << 40) -> int:
+    """Writes to the end of the file as fast as it goes. Returns what was written before ENOSPC, or all of it."""
+    written = 0
+    while written < wanted_bytes:
+        try:
+            written += os.write(fd, BLOCK[: wanted_bytes - written])
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            break
+    return written
+
+
+def make(tier: RamTier, name: str) -> tuple[int, int]:
+    fd = os.open(tier.root / name, os.O_CREAT | os.O_RDWR)
+    return fd, os.fstat(fd).st_ino
+
+
+@needs_root
+class TestTmpfs:
+    def test_options_are_granted_and_read_back(self, place: Path) -> None:
+        grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="always", noswap=True)
+        assert grant.size_bytes == SIZE
+        assert grant.huge_pages in ("always", "never")
+        again = tmpfs.read_grant(place)
+        assert (again.huge_pages, again.noswap, again.inode64) == (grant.huge_pages, grant.noswap, grant.inode64)
+        assert grant.noswap or any("noswap" in note for note in grant.notes)
+        assert place.stat().st_mode & 0o7777 == 0o700
+
+    def test_a_refused_option_is_left_out_and_said(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = syscalls.mount
+
+        def older_kernel(source: str, target: str, kind: str, flags: int, data: str) -> None:
+            if "noswap" in data:
+                raise OSError(errno.EINVAL, "Invalid argument", target)
+            real(source, target, kind, flags, data)
+
+        monkeypatch.setattr(syscalls, "mount", older_kernel)
+        grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="never", noswap=True)
+        assert not grant.noswap
+        assert grant.inode64
+        assert any("noswap was refused" in note for note in grant.notes)
+        assert tmpfs.resize_tmpfs(place, 2 * SIZE) == 2 * SIZE == limit_bytes(place)
+
+    def test_the_limit_never_goes_below_what_is_used(self, place: Path) -> None:
+        tmpfs.mount_tmpfs(place, SIZE, huge_pages="never", noswap=True)
+        (place / "data").write_bytes(bytes(8 * MIB))
+        assert 8 * MIB <= tmpfs.resize_tmpfs(place, 4 * MIB) <= 9 * MIB
+        assert tmpfs.read_grant(place).noswap
+
+    def test_a_busy_tier_is_not_unmounted_and_the_error_says_what_to_do(self, place: Path) -> None:
+        tmpfs.mount_tmpfs(place, SIZE, huge_pages="never", noswap=False)
+        with (place / "open").open("w"), pytest.raises(MountError, match="close what is open in it"):
+            tmpfs.unmount_tmpfs(place)
+        tmpfs.unmount_tmpfs(place)
+        assert not tmpfs.is_tmpfs_mount(place)
+        with pytest.raises(MountError, match="not a tmpfs mount point"):
+            tmpfs.read_grant(place)
+
+
+@needs_root
+async def test_a_full_speed_writer_finds_room_up_to_the_tiers_size_though_the_ballast_held_it_all(
+    place: Path, grant: TmpfsGrant
+) -> None:
+    """Nobody knows the size and the writer does not wait: ENOSPC comes at the tier's size, to the page."""
+    async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:
+        await ballast_is_full(tier)
+        already = tier.usage().used_bytes
+        fd, node = make(tier, "shard")
+        tier.begin_shard(node, fd, None)
+        written = await trio.to_thread.run_sync(write_until_full, fd)
+        assert SIZE - already - 64 * 1024 <= written <= SIZE - already
+        await until(lambda: bool(tier.problems()), "nobody said that the tier is full")
+        assert any(p.path == "shard" and "ENOSPC" in p.message for p in tier.problems())
+        tier.end_shard(node)
+        os.close(fd)
+        assert tier.usage().free_bytes <= 64 * 1024
+        (tier.root / "shard").unlink()
+        tier.released_room()
+        await ballast_is_full(tier)
+        assert tier.problems() == []
+        assert limit_bytes(place) == SIZE + tier.usage().ballast_bytes
+
+
+@needs_root
+async def test_an_expected_shard_gets_its_room_at_once_and_the_rest_comes_back(place: Path, grant: TmpfsGrant) -> None:
+    async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:
+        await ballast_is_full(tier)
+        full = tier.usage().ballast_bytes
+        fd, node = make(tier, "shard")
+        began = time.perf_counter()
+        tier.begin_shard(node, fd, 100 * MIB)
+        took = time.perf_counter() - began
+        assert os.fstat(fd).st_blocks * 512 >= HUGE_PAGE
+        await until(lambda: os.fstat(fd).st_blocks * 512 >= 100 * MIB, "the expected room was not given")
+        assert tier.usage().used_bytes < MIB  # given is not used
+        assert tier.growing[node].size_bytes == 0
+        assert write_until_full(fd, 30 * MIB + 5) == 30 * MIB + 5
+        os.utime(fd, ns=(1, 2))
+        tier.end_shard(node)
+        assert os.fstat(fd).st_mtime_ns == 2
+        assert os.fstat(fd).st_size == 30 * MIB + 5
+        assert 30 * MIB <= os.fstat(fd).st_blocks * 512 <= 30 * MIB + 8192
+        assert os.pread(fd, 4 * MIB, 28 * MIB)[: 2 * MIB + 5] == bytes(BLOCK[: 2 * MIB + 5])
+        os.close(fd)
+        assert not tier.growing
+        await ballast_is_full(tier)
+        assert full - 34 * MIB <= tier.usage().ballast_bytes < full
+        assert took < 0.1  # 2 ms when the machine is quiet
+
+
+@needs_root
+async def test_a_small_file_holds_only_its_pages_once_closed(place: Path, grant: TmpfsGrant) -> None:
+    async with running(RamTier(place, RamSettings(ballast="off"), SIZE, grant)) as tier:
+        before = tier.usage().used_bytes
+        for number in range(64):
+            fd, node = make(tier, f"small{number}")
+            tier.begin_shard(node, fd, None)
+            os.write(fd, b"x" * 10240)
+            tier.end_shard(node)
+            os.close(fd)
+        assert tier.usage().used_bytes - before <= 64 * 12288 + 65536
+        assert tier.usage().ballast_target_bytes == tier.usage().ballast_bytes == 0
+        assert limit_bytes(place) == SIZE
+
+
+@needs_root
+async def test_room_is_asked_for_before_it_is_out(place: Path) -> None:
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
+    tier = RamTier(place, RamSettings(), SIZE, grant)
+    asked: list[int] = []
+
+    def evict(wanted: int) -> bool:
+        asked.append(wanted)
+        old = tier.root / "old"
+        if not old.exists():
+            return False
+        old.unlink()
+        return True
+
+    tier.on_pressure = evict
+    with (tier.root / "old").open("wb", buffering=0) as old:
+        assert write_until_full(old.fileno(), 200 * MIB) == 200 * MIB
+    async with running(tier):
+        fd, node = make(tier, "new")
+        tier.begin_shard(node, fd, 150 * MIB)
+        await until(lambda: bool(asked), "on_pressure was not called")
+        assert write_until_full(fd, 150 * MIB) == 150 * MIB
+        tier.end_shard(node)
+        os.close(fd)
+        assert 80 * MIB < asked[0] <= 150 * MIB
+        assert tier.problems() == []
+
+
+@needs_root
+async def test_the_ballast_comes_back_when_deleted_or_cut_by_hand(place: Path) -> None:
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
+    async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:
+        await ballast_is_full(tier)
+        (place / "ballast").unlink()
+        await until(lambda: (place / "ballast").exists(), "no new ballast was made")
+        await ballast_is_full(tier)
+        os.truncate(place / "ballast", 5 * MIB)
+        await until(lambda: tier.usage().ballast_bytes != 6 * MIB, "the cut was not seen")
+        await ballast_is_full(tier)
+        assert limit_bytes(place) == SIZE + tier.usage().ballast_bytes
+        assert (place / "ballast").stat().st_size == tier.usage().ballast_bytes
+
+
+@needs_root
+async def test_a_set_ballast_size_is_kept_and_a_smaller_tier_lets_go_of_what_is_too_much(place: Path) -> None:
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
+    async with running(RamTier(place, RamSettings(ballast=str(100 * MIB)), SIZE, grant)) as tier:
+        await until(lambda: tier.usage().ballast_bytes == 100 * MIB, "the ballast was not filled to its setting")
+    smaller = RamTier(place, RamSettings(), 64 * MIB, grant)
+    assert smaller.usage().ballast_bytes <= 64 * MIB
+    assert limit_bytes(place) == 64 * MIB + smaller.usage().ballast_bytes
+    smaller.close()
+
+
+_REBALANCE = """
+import random, sys
+from pathlib import Path
+from tierfs.ram.ballast import Ballast
+ballast = Ballast(Path(sys.argv[1]), int(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    if ballast.held_bytes() < int(sys.argv[2]) // 2:
+        ballast.grow(random.choice([2, 16, 64]) << 20, touch=True)
+    else:
+        ballast.take(random.randrange(100 << 20))
+"""
+
+
+@needs_root
+def test_killed_while_it_moves_room_the_next_one_makes_it_right(place: Path) -> None:
+    tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
+    seed = random.randrange(1 << 32)
+    moments = random.Random(seed)
+    for _ in range(15):
+        mover = subprocess.Popen(
+            [sys.executable, "-c", _REBALANCE, str(place), str(SIZE)], stdout=subprocess.PIPE, cwd=Path.cwd()
+        )
+        assert mover.stdout is not None
+        with mover.stdout:
+            assert mover.stdout.readline() == b"ready\n"
+            time.sleep(moments.uniform(0, 0.05))
+            mover.send_signal(signal.SIGKILL)
+            mover.wait()
+        # Dead, the limit leaves at least the tier's size to data.
+        left = (place / "ballast").stat()
+        assert limit_bytes(place) >= SIZE + left.st_blocks * 512, f"seed {seed}"
+        ballast = Ballast(place, SIZE)
+        held = ballast.held_bytes()
+        assert held == (place / "ballast").stat().st_size
+        assert held % HUGE_PAGE == 0
+        assert limit_bytes(place) == SIZE + held
+        ballast.close()
+    with (place / "data").open("wb", buffering=0) as data:
+        assert write_until_full(data.fileno()) == SIZE, f"seed {seed}"
+
+
+async def test_a_plain_directory_counts_what_is_in_it_and_reserves_nothing(tmp_path: Path) -> None:
+    tier = RamTier(tmp_path, RamSettings(), SIZE, None)
+    async with running(tier):
+        fd, node = make(tier, "shard")
+        tier.begin_shard(node, fd, 100 * MIB)
+        assert write_until_full(fd, 8 * MIB) == 8 * MIB
+        tier.end_shard(node)
+        os.close(fd)
+        await until(lambda: tier.usage().used_bytes >= 8 * MIB, "the file was not counted")
+        assert tier.usage().used_bytes < 9 * MIB
+        assert tier.usage().free_bytes <= SIZE - 8 * MIB
+        assert tier.usage().ballast_bytes == tier.usage().ballast_target_bytes == 0
+        assert not (tmp_path / "ballast").exists()
+
+
+def test_the_directories_are_private_and_an_existing_root_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir(mode=0o750)
+    tier = RamTier(tmp_path, RamSettings(), SIZE, None)
+    assert tier.root.stat().st_mode & 0o777 == 0o750
+    for private in (tier.meta, tier.generations, tier.trash):
+        assert private.stat().st_mode & 0o777 == 0o700
