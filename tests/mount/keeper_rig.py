@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from mount import kernel_mount
 from mount.processes import package_environment
 from mount.runtime import Instance, LiveProcess, keeper_is_alive, read_process
-from tests.conftest import needs_fuse, wait_until
+from tests.conftest import needs_fuse, repository, wait_until
 
 STUB = "tests.mount.keeper_stub_daemon"
 
@@ -118,3 +122,44 @@ def rig(daemon_module: str) -> Iterator[Rig]:
                 kernel_mount.unmount(str(mountpoint), lazy=True)
         tierfs("umount", "--discard", made.place)
         shutil.rmtree(directory)
+
+
+AS_USER = textwrap.dedent(
+    """\
+    if [[ $HOME_OF_PYTHON == /root/* ]]; then
+        mkdir $D/python && mount --bind $HOME_OF_PYTHON $D/python && mount -t tmpfs -o mode=755 root /root &&
+        mkdir -p $HOME_OF_PYTHON && mount --bind $D/python $HOME_OF_PYTHON || { echo SKIP; exit; }
+    fi
+    mknod -m 666 $D/fuse c 10 229 && mount --bind $D/fuse /dev/fuse || { echo SKIP; exit; }
+    chmod 755 $D; mkdir $D/user; chown 65534:65534 $D/ckpt $D/user
+    as_user() {
+        setpriv --reuid 65534 --regid 65534 --clear-groups env -i PATH=$PATH HOME=/ XDG_RUNTIME_DIR=$D/user "$@"
+    }
+    command -v setpriv fusermount3 || { echo SKIP; exit; }
+    """
+)
+"""Start of a script for `in_namespace`: `as_user COMMAND` runs it as a user without any capability, who can reach the
+interpreter and /dev/fuse as usual machines allow."""
+
+
+def in_namespace(script: str, directory: Path, **variables: str | Path) -> str:
+    """Runs a bash script as root in a private mount namespace, so that nothing of the machine is changed.
+
+    `$D` is `directory`, `$PY` the interpreter. Returns what it printed; skips the test when it printed SKIP.
+    """
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    python = Path(sys.executable)
+    values = {"D": directory, "PY": python, "HOME_OF_PYTHON": python.resolve().parents[1], **variables}
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    done = subprocess.run(
+        ["unshare", "-m", "--propagation", "private", "bash", "-c", "\n".join([*lines, script])],
+        cwd=repository(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if "SKIP" in done.stdout:
+        pytest.skip(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +13,8 @@ import pytest
 
 from mount import kernel_mount
 from mount.runtime import read_process
-from tests.conftest import repository, wait_until
-from tests.mount.keeper_rig import Rig, rig, tierfs
+from tests.conftest import wait_until
+from tests.mount.keeper_rig import AS_USER, Rig, in_namespace, rig, tierfs
 
 
 @pytest.fixture
@@ -181,24 +178,6 @@ def test_sigterm_to_the_keeper_unmounts_though_a_file_is_open(real: Rig) -> None
 # --- in a mount namespace of its own, so that nothing of the machine is changed
 
 
-def in_namespace(script: str, directory: Path, **variables: str | Path) -> str:
-    """Runs a bash script as root in a private mount namespace; returns what it printed."""
-    if shutil.which("unshare") is None:
-        pytest.skip("needs unshare")
-    lines = [f"{name}={value}" for name, value in {"D": directory, "PY": sys.executable, **variables}.items()]
-    done = subprocess.run(
-        ["unshare", "-m", "--propagation", "private", "bash", "-c", "\n".join([*lines, textwrap.dedent(script)])],
-        cwd=repository(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if "SKIP" in done.stdout:
-        pytest.skip(done.stdout + done.stderr)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def test_mount_8_and_fstab_find_the_helper_for_both_type_names(real: Rig) -> None:
     helper = Path(sys.executable).parent / "mount.tierfs"
     if not helper.exists():
@@ -248,21 +227,9 @@ def test_mount_8_and_fstab_find_the_helper_for_both_type_names(real: Rig) -> Non
 
 def test_a_user_without_root_mounts_with_its_limits_stated(real: Rig) -> None:
     """A really unprivileged user: no capabilities, fusermount3 for the mount, the interpreter made reachable."""
-    for program in ("setpriv", "fusermount3"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program}")
-    interpreter = Path(sys.executable).resolve().parents[1]
     said = in_namespace(
+        AS_USER +
         """
-        if [[ $HOME_OF_PYTHON == /root/* ]]; then
-            mkdir $D/python && mount --bind $HOME_OF_PYTHON $D/python && mount -t tmpfs -o mode=755 root /root &&
-            mkdir -p $HOME_OF_PYTHON && mount --bind $D/python $HOME_OF_PYTHON || { echo SKIP; exit; }
-        fi
-        mknod -m 666 $D/fuse c 10 229 && mount --bind $D/fuse /dev/fuse || { echo SKIP; exit; }
-        chmod 755 $D; mkdir $D/user; chown 65534:65534 $D/ckpt $D/user
-        as_user() {
-            setpriv --reuid 65534 --regid 65534 --clear-groups env -i PATH=$PATH HOME=/ XDG_RUNTIME_DIR=$D/user "$@"
-        }
         T="as_user $PY -m mount.cli.main"; R=$D/user/tierfs/$NAME
         set -e
         $T mount $D/ckpt -o name=$NAME,size=64MiB
@@ -280,7 +247,6 @@ def test_a_user_without_root_mounts_with_its_limits_stated(real: Rig) -> None:
         ! $T mount $D/ckpt -o name=$NAME,size=64MiB,allow_other=on
         """,
         real.directory,
-        HOME_OF_PYTHON=interpreter,
         NAME=real.name,
     )
     for expected in (

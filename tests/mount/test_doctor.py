@@ -1,0 +1,76 @@
+"""`tierfs doctor` says what is, by trying, and a machine that can mount is never called broken."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mount import kernel_mount
+from tests.mount.keeper_rig import AS_USER, STUB, Rig, in_namespace, rig, tierfs
+
+
+@pytest.fixture
+def stub() -> Iterator[Rig]:
+    with rig(STUB) as made:
+        yield made
+
+
+def findings(done: subprocess.CompletedProcess[str] | str) -> dict[str, list[dict[str, Any]]]:
+    answer = json.loads(done if isinstance(done, str) else done.stdout)
+    named: dict[str, list[dict[str, Any]]] = {}
+    for finding in answer["findings"]:
+        named.setdefault(finding["check"], []).append(finding)
+    return named
+
+
+def test_a_machine_that_can_mount_passes_and_nothing_stays_mounted(stub: Rig) -> None:
+    before = len(kernel_mount.mount_table())
+    done = tierfs("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    found = findings(done)
+    for check in ("FUSE device", "privileges", "libfuse", "kernel", "memory", "RDMA"):
+        assert check in found
+    assert found["FUSE device"][0]["verdict"] == "ok"
+    assert not [entry for entry in kernel_mount.mount_table() if "tierfs-doctor" in entry.mountpoint]
+    assert before >= 1
+    people = tierfs("doctor")
+    assert people.returncode == 0 and "FUSE device" in people.stdout
+
+
+def test_what_it_says_of_passthrough_and_resend_is_what_a_mount_gets() -> None:
+    with rig("mount.daemon") as real:
+        real.mount()
+        told = json.loads(real.instance.daemon_ready.read_text())
+        found = findings(tierfs("doctor", "--json"))
+    assert (found["passthrough"][0]["verdict"] == "ok") is told["passthrough"]
+    assert (found["resend"][0]["verdict"] == "ok") is told["resend"]
+
+
+def test_a_killed_keeper_a_dead_mount_and_memory_left_over_are_named(stub: Rig) -> None:
+    stub.mount()
+    (stub.instance.ram / "root" / "shard").write_bytes(b"kept")
+    keeper, daemon = stub.keeper, stub.daemon
+    keeper.send_signal(signal.SIGKILL)
+    assert keeper.wait(10)
+    assert any(str(daemon.pid) in each["found"] for each in findings(tierfs("doctor", "--json"))["instances"])
+    daemon.send_signal(signal.SIGKILL)
+    assert daemon.wait(10)
+    found = findings(tierfs("doctor", "--json"))
+    assert any(f"{stub.place} does not answer" in each["found"] for each in found["mounts"])
+    assert tierfs("umount", stub.place).returncode == 0
+    left = [each for each in findings(tierfs("doctor", "--json"))["instances"] if stub.name in each["found"]]
+    assert (len(left) == 1 and "keeps 4 KiB in memory" in left[0]["found"]) or "2 MiB" in left[0]["found"]
+    assert f"tierfs umount --discard {stub.name}" in left[0]["advice"]
+
+
+def test_without_root_it_says_what_is_missing(stub: Rig) -> None:
+    said = in_namespace(AS_USER + "as_user $PY -m mount.cli.main doctor --json > $D/doctor.json", stub.directory)
+    found = findings((stub.directory / "doctor.json").read_text())
+    assert found["privileges"][0]["verdict"] == "warn" and "mount as root" in found["privileges"][0]["advice"], said
+    assert "user_allow_other" in found["other users"][0]["advice"]
+    assert found["fusermount3"][0]["verdict"] == "ok"
