@@ -61,7 +61,9 @@ def _mount(given: argparse.Namespace) -> int:
         raise MountError("tierfs can't be mounted read-only")
     options = [*given.options]
     named = {key: value for key, value in split_mount_options(options).settings if key in ("name", "config")}
-    source = "" if given.source in _NO_NAMES else given.source
+    # mount(8) makes a source into an absolute path when the current directory happens to have a file of that name.
+    source = given.source.rpartition("/")[2]
+    source = "" if source in _NO_NAMES else source
     if source and named.get("name", source) != source:
         raise SettingsError(
             f"the source {source!r} and the option name={named['name']} name two instances; keep one", key="name"

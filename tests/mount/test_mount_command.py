@@ -190,6 +190,7 @@ def test_mount_8_and_fstab_find_the_helper_for_both_type_names(real: Rig) -> Non
         mount -t overlay o -o lowerdir=$SBIN,upperdir=$D/over/upper,workdir=$D/over/work $SBIN || { echo SKIP; exit; }
         ln -s $HELPER /sbin/mount.tierfs; ln -s mount.tierfs /sbin/mount.fuse.tierfs
         set -e
+        mkdir $D/cwd $D/cwd/$NAME; cd $D/cwd  # mount(8) takes a source that exists here for a path
         for type in tierfs fuse.tierfs; do
             mount -v -t $type $NAME $D/ckpt -o $OPTIONS,nofail,_netdev,noexec,x-systemd.requires=x.service
             grep " $D/ckpt " /proc/self/mountinfo
@@ -198,9 +199,10 @@ def test_mount_8_and_fstab_find_the_helper_for_both_type_names(real: Rig) -> Non
             flock $D/run/$NAME/keeper.lock true  # until the keeper has ended
         done
         echo "$NAME $D/ckpt fuse.tierfs $OPTIONS,nofail 0 0" > $D/fstab
+        cd $D
         mount -T $D/fstab -a
         mount -T $D/fstab -a && echo "a second mount -a changes nothing"
-        ls $D/ckpt/run1
+        ls $D/ckpt/run1; grep " $D/ckpt " /proc/self/mountinfo
         set +e
         mount -o remount $D/ckpt; echo "remount $?"
         umount $D/ckpt
