@@ -152,12 +152,14 @@ class TierFs(pyfuse3.Operations):
         if rel is not None:
             await self.tracker.before_unlink(rel, ctx.pid)
         victim = self.nodes.losing_name(parent_inode, name)
+        self._files.keep(victim)
         try:
             os.unlink(name, dir_fd=self.nodes.fd(parent_inode))
         except FileNotFoundError:
             if not self._replays.resent("unlink", parent_inode):
                 raise
-        self.nodes.lost_name(victim)
+        if victim is not None:
+            self.nodes.check_name(victim.nodeid)
         if rel is not None:
             self.tracker.after_unlink(rel)
         if victim is not None:
@@ -173,7 +175,8 @@ class TierFs(pyfuse3.Operations):
         except FileNotFoundError:
             if not self._replays.resent("rmdir", parent_inode):
                 raise
-        self.nodes.lost_name(victim)
+        if victim is not None:
+            self.nodes.check_name(victim.nodeid)
         if rel is not None:
             self.tracker.after_rmdir(rel)
 
@@ -195,12 +198,14 @@ class TierFs(pyfuse3.Operations):
                 await self.tracker.before_rename(old, new, flags, ctx.pid)
             if not flags & syscalls.RENAME_EXCHANGE:
                 victim = self.nodes.losing_name(parent_inode_new, name_new)
+                self._files.keep(victim)
             self._replays.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
         self._note_moved(parent_inode_new, name_new)
         if flags & syscalls.RENAME_EXCHANGE:
             self._note_moved(parent_inode_old, name_old)
             self._replays.forget_exchange(parent_inode_new, name_new)
-        self.nodes.lost_name(victim)
+        if victim is not None:
+            self.nodes.check_name(victim.nodeid)
         if old is not None and new is not None:
             self.tracker.after_rename(old, new, flags, ctx.pid)
         if victim is not None:
@@ -223,7 +228,7 @@ class TierFs(pyfuse3.Operations):
         if fields.update_size:
             if fh is None:
                 rel = self.nodes.path(inode)
-                is_kept = rel is None and self.nodes.stat(inode).st_nlink > 0  # in an old generation
+                is_kept = rel is None and self._files.links(self.nodes.stat(inode)) > 0  # in an old generation
                 if is_kept or (rel is not None and await self.tracker.before_truncate(rel, ctx.pid)):
                     raise pyfuse3.FUSEError(errno.ESTALE)
             await self._files.truncate(inode, attr.st_size, privileged=ctx.uid == 0)
@@ -291,7 +296,7 @@ class TierFs(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         changing = is_writing(flags) or bool(flags & os.O_TRUNC)
         rel = self.nodes.path(inode) if changing else None
-        if changing and rel is None and self.nodes.stat(inode).st_nlink:
+        if changing and rel is None and self._files.links(self.nodes.stat(inode)):
             # Kept in an old generation, which nothing may change: under its name there is another inode now.
             raise pyfuse3.FUSEError(errno.ESTALE)
         if rel is not None and await self.tracker.before_write_open(rel, ctx.pid, truncate=bool(flags & os.O_TRUNC)):
@@ -402,7 +407,7 @@ class TierFs(pyfuse3.Operations):
         entry.entry_timeout = ENTRY_TIMEOUT_S
         entry.attr_timeout = GROWING_ATTR_TIMEOUT_S if nodeid in self._files.growing else ATTR_TIMEOUT_S
         entry.st_mode = st.st_mode
-        entry.st_nlink = st.st_nlink
+        entry.st_nlink = self._files.links(st)
         entry.st_uid = st.st_uid
         entry.st_gid = st.st_gid
         entry.st_rdev = st.st_rdev

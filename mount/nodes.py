@@ -181,8 +181,9 @@ class NodeTable:
         self.fd(st.st_ino)
         return node
 
-    def lost_name(self, node: Node | None) -> None:
-        """It was: from now on only the descriptor leads to it, unless it has other names."""
+    def check_name(self, nodeid: int) -> None:
+        """The node lost a name: if that was the last, only the descriptor leads to it from now on."""
+        node = self._nodes.get(nodeid)
         if node is not None and node.fd >= 0:
             node.pinned = os.fstat(node.fd).st_nlink == 0
 

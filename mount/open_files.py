@@ -2,6 +2,10 @@
 
 The channel counts the handles and keeps the descriptor; this decides what that means. A file's room is free the
 moment it has neither a name nor a handle, and freeing much of it is done in a thread, since it takes milliseconds.
+
+With passthrough the kernel itself holds what is open, so an open file that lost its name outlives the daemon. Without,
+it would die with the daemon's descriptor; it gets a name that nobody sees, in `unlinked/` of the tier, until it is
+closed.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
 
 from mount import syscalls
-from mount.nodes import NodeTable
+from mount.nodes import Node, NodeTable
 
 if TYPE_CHECKING:
     from mount.channel import Channel
@@ -39,6 +44,14 @@ class OpenFiles:
         self._log = log
         self._threads = trio.CapacityLimiter(4)
         self.growing: set[int] = set()
+        self._unlinked = tier.path / "unlinked"
+        self._unlinked.mkdir(mode=0o700, exist_ok=True)
+        self._kept: set[int] = set()
+        for left in self._unlinked.iterdir():
+            if channel.handles(int(left.name)).opens:
+                self._kept.add(int(left.name))
+            else:
+                left.unlink()
 
     def resume(self) -> None:
         """After a takeover, before the first request: attach again what programs have open."""
@@ -108,9 +121,30 @@ class OpenFiles:
         if size < st.st_size:
             self._tier.released_room()
 
+    def links(self, st: os.stat_result) -> int:
+        """How many names a program can see."""
+        return st.st_nlink - (st.st_ino in self._kept)
+
+    def keep(self, victim: Node | None) -> None:
+        """`victim` is about to lose a name. If it was the last and the file is open, it must outlive this process."""
+        if victim is None or victim.nodeid in self._kept or not self._channel.handles(victim.nodeid).opens:
+            return
+        if self._nodes.stat(victim.nodeid).st_nlink == 1 and not self._channel.info().passthrough:
+            # With a directory descriptor it is linkat(2), which follows /proc/self/fd.
+            os.link(self._nodes.proc(victim.nodeid), f"unlinked/{victim.nodeid}", dst_dir_fd=self._nodes.mount_fd)
+            self._kept.add(victim.nodeid)
+
     async def free(self, nodeid: int) -> None:
         """Free the room of a file that lost its last name, unless a program has it open."""
-        if not self._nodes.is_nameless(nodeid) or self._channel.handles(nodeid).opens:
+        if self._channel.handles(nodeid).opens:
+            return
+        if nodeid in self._kept:
+            self._kept.discard(nodeid)
+            with suppress(OSError):
+                self._nodes.fd(nodeid)
+            (self._unlinked / str(nodeid)).unlink(missing_ok=True)
+            self._nodes.check_name(nodeid)
+        if not self._nodes.is_nameless(nodeid):
             return
         fd = self._nodes.let_go(nodeid)
         if fd >= 0:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import needs_fuse
+from tests.conftest import needs_fuse, repository
 
 # What is forced on `tierfs mount` in each mode.
 MODES = {
@@ -39,6 +39,18 @@ class Mounted:
     dir: Path
     plain: Path
     log_file: Path
+
+    @property
+    def tier(self) -> Path:
+        """The RAM tier's directory behind the mount."""
+        return self.log_file.parent.parent / "ram"
+
+    def daemon_pid(self) -> int:
+        """The process that answers now; 0 while there is none."""
+        try:
+            return int((self.log_file.parent.parent / "daemon.pid").read_text().split()[0])
+        except (FileNotFoundError, ValueError, IndexError):
+            return 0
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
@@ -80,6 +92,33 @@ def real_instance(base: Path, mode: str, *options: str) -> Iterator[Instance]:
                 [command, "umount", mountpoint, "--discard", "--lazy"], capture_output=True, text=True, timeout=60
             )
             assert down.returncode == 0, down.stdout + down.stderr
+
+
+@contextmanager
+def harness_instance(base: Path, *, size: str = "1g", descriptors: int = 4096) -> Iterator[Instance]:
+    """`TierFs` alone on plain pyfuse3; see fs_harness.py."""
+    needs_fuse()
+    log_file, mountpoint = base / "daemon.log", base / "mnt"
+    mountpoint.mkdir()
+    with plain_tmpfs(base / "ram", size) as ram, plain_tmpfs(base / "plain", size) as plain, log_file.open("wb") as log:
+        daemon = subprocess.Popen(
+            [sys.executable, "tests/mount/fs_harness.py", str(ram), str(mountpoint), str(descriptors)],
+            cwd=repository(),
+            env={**os.environ, "PYTHONPATH": str(repository())},
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        try:
+            assert daemon.stdout is not None
+            assert daemon.stdout.readline() == b"ready\n", log_file.read_text()
+            yield Instance("harness", mountpoint, plain, log_file)
+        finally:
+            subprocess.run(["umount", "-l", mountpoint], check=False, capture_output=True)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
 
 class Instances:

@@ -1,15 +1,16 @@
 """Run the file system alone in a process of its own: no keeper, no steps, plain pyfuse3 as the channel.
 
-    python tests/mount/fs_harness.py TIER_DIRECTORY MOUNTPOINT
+    python tests/mount/fs_harness.py TIER_DIRECTORY MOUNTPOINT DESCRIPTORS
 
-Prints "ready" when the mount answers. It isolates `TierFs` from the channel and the RAM tier, so a fault found here is
-the file system's own.
+At most DESCRIPTORS files are open at a time. It prints "ready" when the mount answers. It isolates `TierFs` from the
+channel and the RAM tier, so a fault found here is the file system's own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,7 @@ import pyfuse3
 import trio
 
 from mount.filesystem import TierFs
-from mount.nodes import raise_descriptor_limit
+from tierfs.errors import NoRoom
 from tierfs.steps.events import NoSteps
 
 
@@ -45,7 +46,10 @@ class PlainChannel:
     def open_nodes(self) -> list[Any]:
         return []
 
-    def resent(self, opcode: int, nodeid: int) -> bool:
+    def info(self) -> Any:
+        return SimpleNamespace(passthrough=False)
+
+    def resent(self, operation: str, nodeid: int) -> bool:
         return False
 
     def opened(self, nodeid: int, flags: int) -> None:
@@ -86,7 +90,7 @@ class PlainTier:
 
 
 class CountingFs(TierFs):
-    """Counts open handles, as the real channel does, and can be told to fail."""
+    """Counts open handles, as the real channel does."""
 
     async def open(self, inode: int, flags: int, ctx: Any) -> Any:
         answer = await super().open(inode, flags, ctx)
@@ -94,8 +98,6 @@ class CountingFs(TierFs):
         return answer
 
     async def create(self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any) -> Any:
-        if name == b"fault-injected":
-            raise pyfuse3.FUSEError(5)
         answer = await super().create(parent_inode, name, mode, flags, ctx)
         self.channel.opened(answer[0].fh, flags)  # type: ignore[attr-defined]
         return answer
@@ -111,11 +113,14 @@ class FaultySteps(NoSteps):
     def before_lookup(self, rel: str, pid: int) -> None:
         if rel.endswith("raise-ZeroDivisionError"):
             raise ZeroDivisionError("asked for by the test")
+        if rel.endswith("raise-NoRoom"):
+            raise NoRoom("the tier is full, said the test")
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    raise_descriptor_limit()
+    descriptors = int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     tier, mountpoint = PlainTier(Path(sys.argv[1])), sys.argv[2]
     operations = CountingFs(tier, PlainChannel(), FaultySteps())  # type: ignore[arg-type]
     pyfuse3.init(operations, mountpoint, {"default_permissions", "allow_other", "fsname=tierfs-harness"})
