@@ -44,6 +44,7 @@ class BallastKeeper:
         self._warm_bytes = 0
         self._warm_until = 0.0
         self._release_until = 0.0
+        self._set_right_at = 0.0
         self._data_bytes = room.state().data_bytes
         self.problem = ""
         self.target_bytes = 0
@@ -65,7 +66,7 @@ class BallastKeeper:
     def look_if_in_the_way(self) -> None:
         """Data may grow past the room made for it, which leaves more in memory than the tier's size: shrink soon."""
         state = self._room.state()
-        if state.data_bytes + state.held_bytes > self._size_bytes:
+        if state.data_bytes + state.held_bytes > self._size_bytes + _COLD_PIECE:
             self._changed.set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -84,9 +85,11 @@ class BallastKeeper:
 
     async def _step(self, limiter: trio.CapacityLimiter) -> float:
         """One piece of work. Returns the seconds to wait before the next one."""
-        await trio.to_thread.run_sync(self._room.ballast.set_right, limiter=limiter)
-        missing = self._missing_bytes()
         now = time.monotonic()
+        if now - self._set_right_at >= _IDLE_LOOK_S / 2:
+            self._set_right_at = now
+            await trio.to_thread.run_sync(self._room.ballast.set_right, limiter=limiter)
+        missing = self._missing_bytes()
         if missing < 0:
             await trio.to_thread.run_sync(self._room.ballast.take, -missing, limiter=limiter)
             return 0.0

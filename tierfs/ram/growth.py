@@ -87,19 +87,19 @@ def _within(shard: Growth, wanted_end: int, free_bytes: int) -> int:
 def look_after_s(shards: Sequence[Growth], rules: RoomRules) -> float:
     """How long to wait before looking at the growing shards again.
 
-    A shard with room: half the time until its runway must be renewed. One without: soon, and ever less often while
-    nothing happens to it.
+    A growing shard: when half of its runway will be used, so that it may double its speed meanwhile. One with room for
+    all that is expected of it: seldom. One that does not grow: soon, and ever less often while nothing happens to it.
     """
     soonest = LONGEST_LOOK_S
     for shard in shards:
+        if shard.expected_bytes is not None and shard.size_bytes < shard.expected_bytes <= shard.given_bytes:
+            soonest = min(soonest, LONGEST_LOOK_S / 2)
+            continue
         if shard.quiet_s > 0 or shard.rate <= 0:
             soonest = min(soonest, max(SHORTEST_LOOK_S, shard.quiet_s / 4))
             continue
-        if shard.expected_bytes is not None and shard.size_bytes < shard.expected_bytes <= shard.given_bytes:
-            left = shard.expected_bytes - shard.size_bytes
-        else:
-            left = shard.given_bytes - shard.size_bytes - runway_bytes(shard.rate, rules) // 2
-        soonest = min(soonest, max(SHORTEST_LOOK_S, left / shard.rate / 2))
+        left = shard.given_bytes - shard.size_bytes - runway_bytes(shard.rate, rules) // 2
+        soonest = min(soonest, max(SHORTEST_LOOK_S, left / shard.rate))
     return soonest
 
 

@@ -32,6 +32,8 @@ _BEGIN_S = 0.005
 _BEGIN_BYTES = 256 << 20
 _BEGIN_LOCK_S = 0.002
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 _ASK_AGAIN_S = 0.02
 _ASK_AGAIN_REFUSED_S = 1.0
 
@@ -180,8 +182,9 @@ class RamTier:
         shard = self._shards.pop(nodeid, None)
         if shard is None:
             return
-        if self._ballast is not None and self._room.state().free_bytes < HUGE_PAGE:
-            self._note_full(shard, HUGE_PAGE, 0)
+        free = self._room.state().free_bytes + _unwritten_bytes(shard)
+        if self.grant is not None and free < HUGE_PAGE:
+            self._note_full(shard, HUGE_PAGE, free)
         if not shard.busy:  # Else a thread is giving it room, and `_give` ends it after that.
             self._finish(shard)
 
@@ -282,7 +285,7 @@ class RamTier:
             return
         self._ask_at = now + _ASK_AGAIN_REFUSED_S
         largest = max(self._shards.values(), key=lambda shard: max(shard.rate, shard.size_bytes))
-        self._note_full(largest, missing, state.free_bytes)
+        self._note_full(largest, missing, state.free_bytes + _unwritten_bytes(largest))
 
     def _note_full(self, shard: _Shard, missing_bytes: int, free_bytes: int) -> None:
         path = self._path_of(shard)
@@ -306,12 +309,13 @@ class RamTier:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def _unwritten_bytes(self) -> int:
-        """Room that growing shards hold beyond their ends."""
-        unwritten = 0
-        for shard in self._shards.values():
-            state = os.fstat(shard.fd)
-            unwritten += max(0, state.st_blocks * 512 - -(-state.st_size // 4096) * 4096)
-        return unwritten
+        return sum(_unwritten_bytes(shard) for shard in self._shards.values())
+
+
+def _unwritten_bytes(shard: _Shard) -> int:
+    """Room that a shard holds beyond its end."""
+    state = os.fstat(shard.fd)
+    return max(0, state.st_blocks * 512 - -(-state.st_size // _PAGE) * _PAGE)
 
 
 def _look(shard: _Shard, now: float) -> None:
