@@ -85,8 +85,11 @@ def real_instance(base: Path, mode: str, *options: str) -> Iterator[Instance]:
             [command, "mount", mountpoint, "-o", ",".join(given)], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        log_file = base / "run" / name / "log" / "daemon.log"
         try:
-            yield Instance(mode, mountpoint, plain, base / "run" / name / "log" / "daemon.log")
+            yield Instance(mode, mountpoint, plain, log_file)
+            faults = log_file.read_text(errors="replace")
+            assert "Traceback" not in faults, faults
         finally:
             down = subprocess.run(
                 [command, "umount", mountpoint, "--discard", "--lazy"], capture_output=True, text=True, timeout=60
