@@ -17,8 +17,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mount.live_process import LiveProcess
 from mount.processes import FUSE_FD, READY_FD, package_environment
-from mount.runtime import Instance, LiveProcess, write_process
+from mount.runtime import Instance, lock_daemon, write_process
 from tierfs.errors import MountError
 
 log = logging.getLogger("tierfs.keeper")
@@ -62,7 +63,11 @@ class DaemonProcess:
 
 
 def start_daemon(instance: Instance, module: str, mode: str, fuse_fd: int) -> DaemonProcess:
-    """Starts `module` on the connection and writes its pid file. MountError when it can't be started."""
+    """Starts `module` on the connection and writes its pid file.
+
+    MountError when it can't be started, or another daemon still works on the tier.
+    """
+    lock = lock_daemon(instance)
     reading, writing = os.pipe2(os.O_CLOEXEC)
     environment = package_environment()
     for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID"):  # these are the keeper's own
@@ -74,7 +79,7 @@ def start_daemon(instance: Instance, module: str, mode: str, fuse_fd: int) -> Da
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),  # whatever it prints belongs into the log
             env=environment,
-            pass_fds=(fuse_fd, writing),
+            pass_fds=(fuse_fd, writing, lock),  # the lock is only held
             cwd=instance.directory,
             start_new_session=True,  # a Ctrl-C in the keeper's terminal is the keeper's to pass on
         )
@@ -83,6 +88,7 @@ def start_daemon(instance: Instance, module: str, mode: str, fuse_fd: int) -> Da
         raise MountError(f"the daemon can't be started: {error.strerror} ({sys.executable})") from error
     finally:
         os.close(writing)
+        os.close(lock)
     log.info("started the daemon %d (%s)", child.pid, mode)
     process = write_process(instance.daemon_pid, child.pid) or LiveProcess(child.pid, 0)
     pidfd = os.pidfd_open(child.pid)  # it is not reaped yet, so the pid is still its own

@@ -13,7 +13,8 @@ import socket
 from pathlib import Path
 
 from mount.kernel_mount import connection_is_alive
-from mount.runtime import Instance, LiveProcess, unix_address
+from mount.live_process import LiveProcess
+from mount.runtime import Instance, unix_address
 from tierfs.errors import InstanceError, MountError
 
 HANDOVER = "handover"

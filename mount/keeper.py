@@ -100,7 +100,7 @@ class Keeper:
                 prepare_ram(self._instance, self._settings, privileged=self._record.privileged)
                 self._mount()
                 daemon = self._start("fresh")
-            register(self._instance, self._record.mountpoint)
+            register(self._instance)
             status = self._keep(daemon)
         except BaseException:
             self._end(keep_log=True)

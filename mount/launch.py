@@ -23,18 +23,18 @@ from mount.runtime import (
     MountRecord,
     already_mounted,
     default_parent,
-    find_instance,
     instance_name,
     keeper_is_alive,
     log_directory,
     make_instance,
+    other_on,
     read_process,
     read_record,
     real_mountpoint,
     write_atomically,
     write_record,
 )
-from tierfs.errors import MountError, NotFound
+from tierfs.errors import MountError
 from tierfs.settings import Settings
 from tierfs.settings_sources import load_settings, settings_from_json, settings_to_json, split_mount_options
 
@@ -105,10 +105,17 @@ def prepare_mount(
         return Prepared(instance, running, before, True, tuple(notes))
 
     _free_mountpoint(place, instance)
+    if before is not None and before.mountpoint != str(place):
+        _free_mountpoint(Path(before.mountpoint), instance, must=False)
     nonempty = any("nonempty" in option.split(",") for option in options)
     privileged = os.geteuid() == 0
-    make_instance(instance.directory.parent, instance.name)
     made = _check_mountpoint(place, make=make_mountpoint, nonempty=nonempty)
+    try:
+        make_instance(instance.directory.parent, instance.name)
+    except MountError:
+        if made:
+            place.rmdir()
+        raise
     if made:
         notes.append(f"made the directory {place}; `tierfs umount` removes it")
     if not privileged:
@@ -119,20 +126,20 @@ def prepare_mount(
     return Prepared(instance, settings, record, False, tuple(notes))
 
 
-def _free_mountpoint(place: Path, instance: Instance) -> None:
-    """Detaches a dead tierfs mount; refuses to mount over a living one, which would hide it."""
+def _free_mountpoint(place: Path, instance: Instance, *, must: bool = True) -> None:
+    """Detaches a dead tierfs mount. A living one stays; with `must` it is refused, since mounting would hide it."""
     entry = kernel_mount.find_mount(str(place))
     if entry is None or not entry.is_tierfs:
         return
-    with suppress(NotFound):
-        other = find_instance(place)
-        if other.directory != instance.directory and (
-            keeper_is_alive(other) or read_process(other.daemon_pid) is not None
-        ):
-            raise MountError(f"the instance {other.name!r} is mounted on {place} already; unmount it first")
-    if answers(place, timeout_s=2.0):
-        raise MountError(f"a tierfs mount that this user knows nothing of is on {place}; unmount it first")
-    kernel_mount.detach_dead(str(place))
+    if other := other_on(str(place), instance):
+        problem = f"the instance {other.name!r} is mounted on {place} already; unmount it first"
+    elif answers(place, timeout_s=2.0):
+        problem = f"a tierfs mount that this user knows nothing of is on {place}; unmount it first"
+    else:
+        kernel_mount.detach_dead(str(place))
+        return
+    if must:
+        raise MountError(problem)
 
 
 def answers(place: Path, *, timeout_s: float) -> bool:

@@ -29,7 +29,8 @@ def prepare_ram(instance: Instance, settings: Settings, *, privileged: bool) -> 
         return
     instance.ram.mkdir(mode=0o700, exist_ok=True)
     if tmpfs.is_tmpfs_mount(instance.ram):
-        tmpfs.resize_tmpfs(instance.ram, settings.size)
+        if tmpfs.resize_tmpfs(instance.ram, settings.size) > settings.size:
+            log.warning("the RAM tier holds more than its new size, %s", format_size(settings.size))
         log.info("found the RAM tier of an earlier mount again, with %s in it", format_size(stored_bytes(instance)))
         return
     grant = tmpfs.mount_tmpfs(

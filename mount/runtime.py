@@ -1,8 +1,8 @@
 """The runtime directory of an instance: its paths, who is alive in it, and how any process finds it.
 
-An instance lives in `<parent>/<name>` (root: `/run/tierfs/<name>`). Every mount also leaves a link in
-`<default parent>/.mounts/` named after its mount point, so that `tierfs status /ckpt` finds an instance whose
-runtime directory was put elsewhere.
+An instance lives in `<parent>/<name>` (root: `/run/tierfs/<name>`). Every mount also leaves a link to it in
+`<default parent>/.instances/`, so that `tierfs status /ckpt` finds an instance whose runtime directory was put
+elsewhere.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import hashlib
 import json
 import os
 import re
-import select
-import signal
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mount.live_process import LiveProcess, start_time
 from tierfs.errors import InstanceError, MountError, NotFound, SettingsError
 from tierfs.settings import Settings
 from tierfs.settings_values import INSTANCE_NAME
 
-_LINKS = ".mounts"
+_LINKS = ".instances"
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,11 @@ class Instance:
     @property
     def daemon_pid(self) -> Path:
         return self.directory / "daemon.pid"
+
+    @property
+    def daemon_lock(self) -> Path:
+        """Locked (flock) by a living daemon for all its life, so that two never work on one RAM tier."""
+        return self.directory / "daemon.lock"
 
     @property
     def daemon_ready(self) -> Path:
@@ -101,53 +105,6 @@ class MountRecord:
     """What the mount table and df call it. From fstab its first field, by which `mount -a` sees that it is mounted."""
     kernel_options: tuple[str, ...] = ()
     """Options for mount(2) that were asked for, such as noexec."""
-
-
-@dataclass(frozen=True)
-class LiveProcess:
-    """A process that is known to be the one meant: same pid, same start time, now watched through `pidfd`."""
-
-    pid: int
-    start_time: int
-    """Clock ticks since boot, field 22 of /proc/PID/stat (proc(5))."""
-
-    def pidfd(self) -> int | None:
-        """A descriptor that becomes readable when the process ends; None when it has ended already."""
-        try:
-            fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return None
-        if _start_time(self.pid) != self.start_time:
-            os.close(fd)
-            return None
-        return fd
-
-    def is_alive(self) -> bool:
-        return _start_time(self.pid) == self.start_time
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Signals the process, never another one that was given its pid meanwhile."""
-        fd = self.pidfd()
-        if fd is None:
-            return
-        try:
-            signal.pidfd_send_signal(fd, number)
-        except ProcessLookupError:
-            pass
-        finally:
-            os.close(fd)
-
-    def wait(self, timeout_s: float) -> bool:
-        """True once the process has ended; False when it still lives after `timeout_s`."""
-        fd = self.pidfd()
-        if fd is None:
-            return True
-        try:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            return bool(poll.poll(max(0, int(timeout_s * 1000))))
-        finally:
-            os.close(fd)
 
 
 # --- where ------------------------------------------------------------------------------------------------------
@@ -291,30 +248,21 @@ def read_record(instance: Instance) -> MountRecord | None:
 
 def write_process(path: Path, pid: int) -> LiveProcess | None:
     """Writes `pid` and its start time to a pid file; None, and nothing written, when it has ended already."""
-    start_time = _start_time(pid)
-    if start_time is None:
+    started = start_time(pid)
+    if started is None:
         return None
-    write_atomically(path, f"{pid} {start_time}\n")
-    return LiveProcess(pid, start_time)
+    write_atomically(path, f"{pid} {started}\n")
+    return LiveProcess(pid, started)
 
 
 def read_process(path: Path) -> LiveProcess | None:
     """The living process a pid file names; None when it has ended, even if its pid was given to another."""
     try:
-        pid, start_time = (int(word) for word in path.read_text().split())
+        pid, started = (int(word) for word in path.read_text().split())
     except (OSError, ValueError):
         return None
-    process = LiveProcess(pid, start_time)
+    process = LiveProcess(pid, started)
     return process if process.is_alive() else None
-
-
-def _start_time(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the command's name may hold spaces and parentheses
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def lock_keeper(instance: Instance, *, timeout_s: float = 2.0) -> int:
@@ -322,7 +270,28 @@ def lock_keeper(instance: Instance, *, timeout_s: float = 2.0) -> int:
 
     MountError when another keeper lives. Waits a little, since `keeper_is_alive` holds the lock for an instant.
     """
-    fd = os.open(instance.keeper_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = _lock(instance.keeper_lock, timeout_s)
+    if fd is None:
+        raise already_mounted(instance)
+    return fd
+
+
+def lock_daemon(instance: Instance, *, timeout_s: float = 10.0) -> int:
+    """The lock to give to a daemon: it lasts until that daemon, and whoever holds the descriptor, has ended.
+
+    MountError when another daemon of the instance lives and doesn't end in time.
+    """
+    fd = _lock(instance.daemon_lock, timeout_s)
+    if fd is None:
+        raise MountError(
+            f"an earlier daemon of {instance.name!r} still works on its RAM tier and does not end; `fuser "
+            f"{instance.daemon_lock}` names it: kill it, then mount again"
+        )
+    return fd
+
+
+def _lock(path: Path, timeout_s: float) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -331,7 +300,7 @@ def lock_keeper(instance: Instance, *, timeout_s: float = 2.0) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(fd)
-                raise already_mounted(instance) from None
+                return None
             time.sleep(0.02)
 
 
@@ -349,6 +318,11 @@ def keeper_is_alive(instance: Instance) -> bool:
     return False
 
 
+def is_running(instance: Instance) -> bool:
+    """Whether a keeper or a daemon of it lives."""
+    return keeper_is_alive(instance) or read_process(instance.daemon_pid) is not None
+
+
 def already_mounted(instance: Instance) -> MountError:
     record = read_record(instance)
     keeper = read_process(instance.keeper_pid)
@@ -363,15 +337,17 @@ def already_mounted(instance: Instance) -> MountError:
 # --- finding ----------------------------------------------------------------------------------------------------
 
 
-def register(instance: Instance, mountpoint: str) -> None:
-    """Lets `find_instance` find the instance by its mount point wherever its runtime directory is."""
+def register(instance: Instance) -> None:
+    """Lets `all_instances` and `find_instance` find the instance wherever its runtime directory is."""
     links = default_parent() / _LINKS
     links.mkdir(mode=0o700, parents=True, exist_ok=True)
-    link = links / _link_name(mountpoint)
-    temporary = links / f"{link.name}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(instance.directory.absolute())
-    temporary.replace(link)
+    for link in links.iterdir():
+        if not link.exists():  # its runtime directory was removed by hand, or went with a reboot
+            link.unlink(missing_ok=True)
+    place = instance.directory.absolute()
+    link = links / f"{instance.name}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
+    with suppress(FileExistsError):
+        link.symlink_to(place)
 
 
 def unregister(instance: Instance) -> None:
@@ -382,10 +358,6 @@ def unregister(instance: Instance) -> None:
     for link in links.iterdir():
         if link.is_symlink() and link.readlink() == instance.directory.absolute():
             link.unlink(missing_ok=True)
-
-
-def _link_name(mountpoint: str) -> str:
-    return hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:24]
 
 
 def all_instances(*parents: Path) -> list[Instance]:
@@ -407,22 +379,42 @@ def find_instance(target: str | os.PathLike[str], *parents: Path, below: bool = 
     """
     text = os.fspath(target)
     instances = all_instances(*parents)
-    by_mountpoint = {record.mountpoint: one for one in instances if (record := read_record(one)) is not None}
+    on: dict[str, list[Instance]] = {}
+    for one in instances:
+        if (record := read_record(one)) is not None:
+            on.setdefault(record.mountpoint, []).append(one)
     absolute = Path(os.path.abspath(text))  # noqa: PTH100  resolve() would ask
     for path in (absolute, *(absolute.parents if below else ())):  # as written first: no file system is asked
-        if found := by_mountpoint.get(str(path)):
-            return found
-    named = [one for one in instances if one.name == text]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        places = ", ".join(str(one.directory) for one in named)
-        raise InstanceError(f"{text!r} is the name of several instances ({places}); give the mount point instead")
+        if found := on.get(str(path)):
+            return _the_one(found, f"were mounted on {path}", "name")
+    if named := [one for one in instances if one.name == text]:
+        return _the_one(named, f"are named {text!r}", "mount point")
     resolved = real_mountpoint(text)
     for path in (resolved, *(resolved.parents if below else ())):
-        if found := by_mountpoint.get(str(path)):
-            return found
-    known = ", ".join(f"{one.name} on {where}" for where, one in sorted(by_mountpoint.items())) or "none"
+        if found := on.get(str(path)):
+            return _the_one(found, f"were mounted on {path}", "name")
+    known = ", ".join(f"{one.name} on {where}" for where, ones in sorted(on.items()) for one in ones) or "none"
     error = NotFound(f"no tierfs instance is or was mounted on {text} or has this name; known here: {known}")
     error.exit_code = InstanceError.exit_code
     raise error
+
+
+def _the_one(found: list[Instance], what: str, instead: str) -> Instance:
+    """The one that runs, where one was unmounted and another mounted in its place."""
+    if len(found) == 1:
+        return found[0]
+    running = [one for one in found if is_running(one)]
+    if len(running) == 1:
+        return running[0]
+    places = ", ".join(str(one.directory) for one in found)
+    raise InstanceError(f"several instances {what} ({places}); give the {instead} instead")
+
+
+def other_on(mountpoint: str, instance: Instance) -> Instance | None:
+    """Another instance that runs on this mount point, so that what is mounted there is not this one's."""
+    for one in all_instances():
+        record = read_record(one)
+        is_there = record is not None and record.mountpoint == mountpoint and one.directory != instance.directory
+        if is_there and is_running(one):
+            return one
+    return None

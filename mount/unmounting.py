@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import errno
 import time
+from typing import NamedTuple
 
 from mount import kernel_mount, ram_mount
 from mount.launch import answers
-from mount.runtime import Instance, keeper_is_alive, read_process, read_record, real_mountpoint
+from mount.runtime import Instance, is_running, other_on, read_process, read_record, real_mountpoint
 from tierfs.errors import InstanceError, MountError
 from tierfs.units import format_size
 
+_LAZY_WAIT_S = 2.0
 
-def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_be_mounted: bool) -> str:
-    """Unmounts it and waits for its processes; returns the mount point, or "" when it was not mounted.
+
+class Unmounted(NamedTuple):
+    mountpoint: str
+    """"" when it was not mounted."""
+    goes_on: str
+    """Of a lazy unmount: which process still serves open files; "" when all have ended."""
+
+
+def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_be_mounted: bool) -> Unmounted:
+    """Unmounts it and waits for its processes; a lazy one waits a moment only.
 
     MountError when it is in use (with the processes that use it) or its processes don't end in time; InstanceError
     when it is not mounted and must be.
@@ -22,24 +32,29 @@ def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_b
     assert record is not None, "an instance is found by its record"
     mountpoint = record.mountpoint
     entry = kernel_mount.find_mount(mountpoint)
-    is_mounted = entry is not None and entry.is_tierfs
+    is_mounted = entry is not None and entry.is_tierfs and other_on(mountpoint, instance) is None
     daemon, keeper = read_process(instance.daemon_pid), read_process(instance.keeper_pid)
-    runs = daemon is not None or keeper_is_alive(instance)
+    runs = is_running(instance)
     if not is_mounted and not runs:
         if must_be_mounted:
             raise InstanceError(f"{instance.name} is not mounted on {mountpoint}. {what_stays(instance)}".rstrip())
-        return ""
+        return Unmounted("", "")
     if is_mounted and runs:
         _unmount(mountpoint, lazy=lazy)
     elif is_mounted:
         kernel_mount.detach_dead(mountpoint)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + (min(timeout_s, _LAZY_WAIT_S) if lazy else timeout_s)
     for process, what in ((daemon, "daemon"), (keeper, "keeper")):
         if process is not None and not process.wait(max(0.0, deadline - time.monotonic())):
-            raise MountError(_still_runs(instance, f"{what} {process.pid}", timeout_s, lazy=lazy))
+            if lazy:
+                return Unmounted(mountpoint, f"{what} {process.pid}")
+            raise MountError(
+                f"the mount is gone, but the {what} {process.pid} still runs after {timeout_s:.0f} s; "
+                f"see {instance.log_directory}"
+            )
     if keeper is None and instance.directory.exists():
         ram_mount.end_instance(instance)
-    return mountpoint
+    return Unmounted(mountpoint, "")
 
 
 def _unmount(mountpoint: str, *, lazy: bool) -> None:
@@ -56,12 +71,6 @@ def _unmount(mountpoint: str, *, lazy: bool) -> None:
             raise MountError(f"{mountpoint} was mounted by another user, so unmounting it needs root") from error
         if error.errno != errno.EINVAL:  # EINVAL: somebody else was faster
             raise MountError(f"{mountpoint} can't be unmounted: {error.strerror}") from error
-
-
-def _still_runs(instance: Instance, who: str, timeout_s: float, *, lazy: bool) -> str:
-    if lazy:
-        return f"out of the tree, but programs still use files of the mount: the {who} goes on until they close them"
-    return f"the mount is gone, but the {who} still runs after {timeout_s:.0f} s; see {instance.log_directory}"
 
 
 def forget_unknown_mount(target: str) -> bool:

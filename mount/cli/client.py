@@ -13,8 +13,7 @@ from mount.runtime import (
     Instance,
     all_instances,
     find_instance,
-    keeper_is_alive,
-    read_process,
+    is_running,
     read_record,
     unix_address,
 )
@@ -76,10 +75,6 @@ def choose_instance(target: str | None) -> Instance:
         raise InstanceError("no tierfs instance is mounted; `tierfs mount DIR` mounts one")
     names = ", ".join(f"{one.name} on {record.mountpoint}" for one in mounted if (record := read_record(one)))
     raise InstanceError(f"several instances are mounted, name one: {names}")
-
-
-def is_running(instance: Instance) -> bool:
-    return keeper_is_alive(instance) or read_process(instance.daemon_pid) is not None
 
 
 def _connect(instance: Instance) -> socket.socket:

@@ -72,7 +72,7 @@ def run_umount(args: argparse.Namespace) -> int:
     from mount.ram_mount import discard_ram, stored_bytes
     from mount.runtime import find_instance
     from mount.unmounting import forget_unknown_mount, unmount_instance, what_stays
-    from tierfs.errors import NotFound
+    from tierfs.errors import MountError, NotFound
     from tierfs.units import format_size
 
     try:
@@ -82,9 +82,16 @@ def run_umount(args: argparse.Namespace) -> int:
             raise error from None
         print(f"unmounted {args.target}")
         return 0
-    mountpoint = unmount_instance(instance, lazy=args.lazy, timeout_s=args.timeout, must_be_mounted=not args.discard)
-    if mountpoint:
-        print(f"unmounted {mountpoint}")
+    done = unmount_instance(instance, lazy=args.lazy, timeout_s=args.timeout, must_be_mounted=not args.discard)
+    if done.mountpoint:
+        print(f"unmounted {done.mountpoint}")
+    if done.goes_on and args.discard:
+        raise MountError(
+            f"programs still use files of the mount: end them, then `tierfs umount --discard {instance.name}`"
+        )
+    if done.goes_on:
+        print(f"programs still use files of the mount; its {done.goes_on} goes on until they close them")
+        return 0
     if args.discard and instance.directory.exists():
         freed = stored_bytes(instance)
         discard_ram(instance)

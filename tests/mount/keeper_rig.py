@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from mount import kernel_mount
+from mount.live_process import LiveProcess
 from mount.processes import package_environment
-from mount.runtime import Instance, LiveProcess, keeper_is_alive, read_process
+from mount.runtime import Instance, keeper_is_alive, read_process
 from tests.conftest import needs_fuse, repository, wait_until
 
 STUB = "tests.mount.keeper_stub_daemon"

@@ -17,9 +17,10 @@ import pytest
 
 from mount import kernel_mount
 from mount.processes import package_environment
-from mount.runtime import read_process
+from mount.runtime import Instance, lock_daemon, read_process
 from tests.conftest import wait_until
 from tests.mount.keeper_rig import STUB, Rig, rig, tierfs
+from tierfs.errors import MountError
 
 
 @pytest.fixture
@@ -214,6 +215,58 @@ def test_after_both_were_killed_the_next_mount_finds_the_ram_tier(stub: Rig) -> 
     os.stat(stub.place)
     assert (stub.instance.ram / "root" / "shard").read_bytes() == b"kept"
     assert len([entry for entry in kernel_mount.mount_table() if entry.mountpoint == str(stub.place)]) == 1
+
+
+def test_two_daemons_never_work_on_one_tier_though_the_first_was_not_written_down(stub: Rig) -> None:
+    """The keeper may be killed between the start of a daemon and its pid file."""
+    stub.mount()
+    keeper, daemon = stub.keeper, stub.daemon
+    keeper.send_signal(signal.SIGKILL)
+    assert keeper.wait(10)
+    stub.instance.daemon_pid.unlink()
+    with pytest.raises(MountError, match="an earlier daemon"):
+        lock_daemon(stub.instance, timeout_s=0)
+    (stub.instance.ram / "root" / "shard").write_bytes(b"kept")
+    done = tierfs(*stub.mount_arguments())
+    if done.returncode != 0:  # the mount answers, and so nobody may take it away
+        assert "unmount it first" in done.stderr
+        assert tierfs("umount", stub.place).returncode == 0
+        stub.mount()
+    assert daemon.wait(10)
+    assert stub.daemon.is_alive()
+
+
+def test_another_instance_on_the_same_mount_point_is_never_taken_for_this_one(stub: Rig) -> None:
+    stub.mount()
+    (stub.instance.ram / "root" / "shard").write_bytes(b"kept")
+    assert tierfs("umount", stub.place).returncode == 0
+    other = Rig.__new__(Rig)
+    other.__dict__ = {**stub.__dict__, "name": f"{stub.name}-b", "instance": Instance(stub.parent / f"{stub.name}-b")}
+    other.mount()
+    try:
+        done = tierfs("umount", stub.name)
+        assert done.returncode == 4 and "is not mounted" in done.stderr
+        stub.place = stub.directory / "elsewhere"
+        stub.mount()
+        assert other.is_mounted() and answers(other.place)
+        assert tierfs("umount", stub.place).returncode == 0
+        assert tierfs("umount", "--discard", stub.name).returncode == 0
+        assert tierfs("umount", other.place).returncode == 0
+        other.wait_for_end()
+    finally:
+        tierfs("umount", "--discard", other.name)
+
+
+def test_an_instance_that_died_can_be_mounted_elsewhere(stub: Rig) -> None:
+    stub.mount()
+    for process in (stub.keeper, stub.daemon):
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(10)
+    old, stub.place = stub.place, stub.directory / "elsewhere"
+    stub.mount()
+    assert kernel_mount.find_mount(str(old)) is None
+    assert answers(stub.place)
+    assert tierfs("umount", stub.place).returncode == 0
 
 
 def test_in_the_foreground_systemd_is_told_once_the_mount_answers(stub: Rig) -> None:

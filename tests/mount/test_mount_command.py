@@ -113,8 +113,8 @@ def test_a_mount_in_use_names_who_uses_it_and_lazy_takes_it_out(real: Rig) -> No
         assert done.returncode == 1
         assert f"(pid {os.getpid()}, open file {real.place}/shard)" in done.stderr
         assert real.is_mounted()
-        done = tierfs("umount", "--lazy", "--timeout", "0.5", real.place)
-        assert done.returncode == 1 and "programs still use files" in done.stderr
+        done = tierfs("umount", "--lazy", "--timeout", "0.2", real.place)
+        assert done.returncode == 0 and "programs still use files" in done.stdout
         assert not real.is_mounted()
         assert held.read() == "x"
     real.wait_for_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mount import runtime
+from mount.live_process import LiveProcess
 from mount.runtime import (
     Instance,
-    LiveProcess,
     MountRecord,
     all_instances,
     find_instance,
@@ -79,7 +80,7 @@ def test_a_process_that_was_given_the_pid_later_is_never_taken_for_ours(
     assert read_process(path) is None
     stranger = LiveProcess(child.pid, process.start_time - 1)
     assert stranger.pidfd() is None
-    stranger.send_signal(runtime.signal.SIGKILL)
+    stranger.send_signal(signal.SIGKILL)
     assert process.is_alive()
 
 
@@ -166,7 +167,7 @@ def test_an_instance_whose_runtime_directory_is_elsewhere_is_found_until_it_is_u
     elsewhere = instance_on(tmp_path / "elsewhere", "one", "/ckpt")
     with pytest.raises(NotFound):
         find_instance("/ckpt")
-    register(elsewhere, "/ckpt")
+    register(elsewhere)
     assert find_instance("/ckpt") == find_instance("one") == elsewhere
     assert all_instances() == [elsewhere]
     other = instance_on(parent, "one", "/other")
