@@ -73,7 +73,7 @@ class Daemon:
         self.filesystem = TierFs(self.tier, self.channel, self.steps)
         if takeover:
             self.filesystem.resume_open_files()
-        operations = Operations(instance, record, self.registry, self.channel)
+        operations = Operations(instance, record, self.registry, self.channel, path_of=self.filesystem.nodes.path)
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
 

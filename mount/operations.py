@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,21 @@ _KINDS = {
 class Operations:
     """The operations of one instance, by name in `table()`."""
 
-    def __init__(self, instance: Instance, record: MountRecord, registry: StepRegistry, channel: Channel) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        record: MountRecord,
+        registry: StepRegistry,
+        channel: Channel,
+        *,
+        path_of: Callable[[int], str | None],
+    ) -> None:
+        """`path_of` turns a node id into a path below the mount's root, where it has one."""
         self._instance = instance
         self._record = record
         self._registry = registry
         self._channel = channel
+        self._path_of = path_of
         self._steps = StepOperations(registry)
         self._started = time.monotonic()
 
@@ -114,16 +125,17 @@ class Operations:
         }
 
     def _growing(self) -> list[dict[str, Any]]:
-        growing = self._registry.tier.growing
-        names = {
-            nodeid: f"{record.rel}/{writer.inner}"
-            for record in self._registry.records.values()
-            for nodeid, writer in record.writers.items()
-        }
         return [
-            {"path": names.get(nodeid, f"inode {nodeid}"), "size_bytes": shard.size_bytes, "since": shard.since}
-            for nodeid, shard in growing.items()
+            {"path": self._name_of(nodeid), "size_bytes": shard.size_bytes, "since": shard.since}
+            for nodeid, shard in self._registry.tier.growing.items()
         ]
+
+    def _name_of(self, nodeid: int) -> str:
+        with suppress(OSError):
+            path = self._path_of(nodeid)
+            if path is not None:
+                return path
+        return f"inode {nodeid} (removed)"
 
     async def ls(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         rel, path = self._place(arguments)
