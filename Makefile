@@ -11,10 +11,10 @@ SETUP := $(VENV)/.setup-done
 SOAK_KILLS ?= 100
 TESTS ?= tests
 
-.PHONY: help setup demo test pytest lint format bench soak clean
+.PHONY: help setup demo test pytest lint format bench soak mount-helper clean
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(SETUP) ## make .venv with everything that is needed (again only when what it is made of changed)
 
@@ -45,6 +45,10 @@ bench: setup ## measure against baselines taken in the same run; results go to b
 
 soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) during real saves
 	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults --timeout 3600 -v -rP
+
+mount-helper: setup ## let mount(8) and /etc/fstab find tierfs, as root: links in /sbin
+	ln -sf $(abspath $(RUN))/mount.tierfs /sbin/mount.tierfs
+	ln -sf mount.tierfs /sbin/mount.fuse.tierfs
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,7 +269,8 @@ def _mount_helper() -> Iterator[Finding]:
     if not missing:
         yield Finding("mount helper", OK, "mount -t fuse.tierfs and /etc/fstab work")
         return
-    helper = shutil.which("mount.tierfs") or "$(command -v mount.tierfs)"
+    beside = Path(sys.executable).parent / "mount.tierfs"
+    helper = beside if beside.exists() else shutil.which("mount.tierfs") or "$(command -v mount.tierfs)"
     yield Finding(
         "mount helper",
         WARN,

@@ -129,9 +129,7 @@ def mount_device(
     raise MountError(f"mounting on {mountpoint} failed ({os.strerror(number)}): {advice}")
 
 
-def fusermount_mount(
-    mountpoint: str, *, source: str, allow_other: bool, kernel_options: tuple[str, ...] = ()
-) -> int:
+def fusermount_mount(mountpoint: str, *, source: str, allow_other: bool, kernel_options: tuple[str, ...] = ()) -> int:
     """Mounts by the setuid helper `fusermount3`; returns the connected /dev/fuse.
 
     The helper sends the descriptor over the socket that _FUSE_COMMFD names (libfuse, lib/mount.c, receive_fd).

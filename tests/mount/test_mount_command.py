@@ -230,8 +230,8 @@ def test_mount_8_and_fstab_find_the_helper_for_both_type_names(real: Rig) -> Non
 def test_a_user_without_root_mounts_with_its_limits_stated(real: Rig) -> None:
     """A really unprivileged user: no capabilities, fusermount3 for the mount, the interpreter made reachable."""
     said = in_namespace(
-        AS_USER +
-        """
+        AS_USER
+        + """
         T="as_user $PY -m mount.cli.main"; R=$D/user/tierfs/$NAME
         set -e
         $T mount $D/ckpt -o name=$NAME,size=64MiB
