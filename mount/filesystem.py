@@ -243,6 +243,7 @@ class TierFs(pyfuse3.Operations):
                 attr.st_atime_ns if fields.update_atime else None,
                 attr.st_mtime_ns if fields.update_mtime else None,
             )
+            self.tier.times_were_set(inode)
         return self._entry(self.nodes.stat(inode))
 
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:

@@ -86,7 +86,7 @@ class _Shard:
     rate: float = 0.0
     grown_at: float = field(default=0.0)
     sparse: bool = False
-    busy: bool = False
+    times: tuple[int, int] | None = None  # atime and mtime in ns, once a program set them
 
     def growth(self) -> Growth:
         quiet = self.seen_at - self.grown_at
@@ -116,6 +116,7 @@ class RamTier:
         self.on_pressure: Callable[[int], bool] | None = None
         self._rules = RoomRules(settings.runway_bytes, settings.first_extent_bytes)
         self._shards: dict[int, _Shard] = {}
+        self._busy: _Shard | None = None  # the one that a thread gives room to; it may have ended meanwhile
         self._wake = trio.Event()
         self._begin_rate = 20e9
         self._ask_at = 0.0
@@ -177,6 +178,16 @@ class RamTier:
             self._give_at_once(shard, end)
         self._wake.set()
 
+    def times_were_set(self, nodeid: int) -> None:
+        """A program set the file's times, so it has written what it wanted: no more room is given.
+
+        On a tmpfs fallocate(2) counts as a change of the file, also beyond its end.
+        """
+        for shard in (self._shards.get(nodeid), self._busy):
+            if shard is not None and shard.nodeid == nodeid:
+                st = os.fstat(shard.fd)
+                shard.times = (st.st_atime_ns, st.st_mtime_ns)
+
     def end_shard(self, nodeid: int) -> None:
         """The last writer is gone: room that it did not use goes back. Keeps the file's mtime."""
         shard = self._shards.pop(nodeid, None)
@@ -185,7 +196,7 @@ class RamTier:
         free = self._room.state().free_bytes + _unwritten_bytes(shard)
         if self.grant is not None and free < HUGE_PAGE:
             self._note_full(shard, HUGE_PAGE, free)
-        if not shard.busy:  # Else a thread is giving it room, and `_give` ends it after that.
+        if shard is not self._busy:  # Else a thread is giving it room, and `_give` ends it after that.
             self._finish(shard)
 
     def released_room(self) -> None:
@@ -237,26 +248,29 @@ class RamTier:
                 await self._wake.wait()
 
     async def _give(self, shard: _Shard, limiter: trio.CapacityLimiter) -> None:
-        if shard.sparse or self.grant is None:
+        if shard.sparse or shard.times or self.grant is None:
             return
         end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
         if end <= shard.given_bytes:
             return
-        shard.busy = True
+        self._busy = shard
         try:
             start = max(shard.given_bytes, shard.size_bytes)
             shard.given_bytes = await trio.to_thread.run_sync(self._room.give, shard.fd, start, end, limiter=limiter)
         except OSError as error:
             log.warning("giving room to %s failed: %s", self._path_of(shard), error)
         finally:
-            shard.busy = False
+            self._busy = None
+            if shard.times:  # They were set while the thread gave room.
+                os.utime(shard.fd, ns=shard.times)
             if self._shards.get(shard.nodeid) is not shard:
                 self._finish(shard)
 
     def _give_at_once(self, shard: _Shard, end: int) -> None:
-        start, began = shard.given_bytes, time.perf_counter()
+        start, began, before = shard.given_bytes, time.perf_counter(), os.fstat(shard.fd)
         with suppress(OSError):
             shard.given_bytes = self._room.give(shard.fd, start, end, from_ballast_only=True, wait_s=_BEGIN_LOCK_S)
+            os.utime(shard.fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # opening a file does not change it
         given, took = shard.given_bytes - start, time.perf_counter() - began
         if given:
             self._begin_rate = 0.7 * self._begin_rate + 0.3 * min(given / took, 1e12)
