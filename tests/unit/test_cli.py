@@ -72,7 +72,7 @@ class CannedInstance:
         self.mountpoint.mkdir()
         self.instance = runtime.make_instance(directory / "runtime", "canned")
         runtime.write_record(self.instance, runtime.MountRecord(str(self.mountpoint), privileged=False))
-        runtime.register(self.instance, str(self.mountpoint))
+        runtime.register(self.instance)
         runtime.write_process(self.instance.daemon_pid, os.getpid())
         runtime.write_process(self.instance.keeper_pid, os.getpid())
         self.answers: dict[str, list[dict[str, Any]]] = {}
@@ -367,7 +367,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(canned: CannedInstance) -> No
 
 def test_a_dead_daemon_is_not_mounted(canned: CannedInstance) -> None:
     canned.close()
-    runtime.register(canned.instance, str(canned.mountpoint))
+    runtime.register(canned.instance)
     canned.instance.daemon_pid.unlink()
     canned.instance.keeper_pid.unlink()
     done = tierfs("status", canned.mountpoint)
