@@ -30,7 +30,7 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
     manifest.overwrite = Overwrite(
         generation=manifest.generation + 1,
         started_at=time.time(),
-        participants=record.recent_participants(pid),
+        participants=record.participants_with(pid),
         old_directory=str(old_directory.relative_to(registry.tier.path)),
         old_files={inner: _with_checksum(link, manifest.files.get(inner)) for inner, link in links.items()},
         removed_only=True,

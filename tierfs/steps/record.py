@@ -36,8 +36,9 @@ SHARD_SUFFIXES = frozenset(
 )
 SMALL_FILE_BYTES = 64 << 10
 
-#: A process that looked for the marker this long before an overwrite began takes part in it: DCP looks for the old
-#: marker in every rank when it plans a save, but only writers open files.
+#: A process that looked for the marker this long before an overwrite takes part in it, where a child of it writes:
+#: DCP looks for the old marker in the trainer when it plans a save, and Megatron forks processes that write and end
+#: before the trainer goes on. Others that look (an evaluation, a monitor) have no part in it.
 LOOKED_LATELY_S = 60.0
 LOOKS_KEPT = 256
 
@@ -59,6 +60,8 @@ class StepRecord:
     directory: Path
     writers: dict[int, Writer] = field(default_factory=dict)
     looked: dict[int, float] = field(default_factory=dict)
+    #: Participants of the overwrite that only looked, as far as this daemon knows.
+    only_looked: set[int] = field(default_factory=set)
     unsaved: bool = False
     first_write_at: float | None = None
     writer_left: trio.Event = field(default_factory=trio.Event)
@@ -90,29 +93,58 @@ class StepRecord:
         return current.generation
 
     def looked_for_marker(self, pid: int) -> None:
+        pid = participants.process_of(pid)
+        self.looked.pop(pid, None)
         if len(self.looked) >= LOOKS_KEPT:
             self.looked.pop(next(iter(self.looked)))
-        self.looked[pid] = time.time()
+        self.looked[pid] = time.monotonic()
 
     def touch(self, pid: int = 0) -> None:
         """Something in the step changed; `pid` did it (0: unknown)."""
         self.manifest.changed_at = time.time()
         self.unsaved = True
         current = self.manifest.overwrite
-        if current is not None and pid > 0 and str(pid) not in current.participants:
-            started = participants.start_time(pid)
-            if started is not None:
-                current.participants[str(pid)] = started
+        if current is not None and pid > 0:
+            self._joins(current.participants, pid)
 
-    def recent_participants(self, pid: int) -> dict[str, int]:
+    def participants_with(self, pid: int) -> dict[str, int]:
         """Who takes part in an overwrite that `pid` begins now."""
-        since = time.time() - LOOKED_LATELY_S
-        found = {}
-        for candidate in {pid, *(looker for looker, at in self.looked.items() if at >= since)}:
-            started = participants.start_time(candidate)
-            if started is not None:
-                found[str(candidate)] = started
+        self.only_looked.clear()
+        found: dict[str, int] = {}
+        if pid > 0:
+            self._joins(found, pid)
         return found
+
+    def _joins(self, known: dict[str, int], pid: int) -> None:
+        """A process changes the step: it takes part, and so do those of its ancestors that looked for the marker."""
+        pid = participants.process_of(pid)
+        self.only_looked.discard(pid)
+        if str(pid) in known:
+            return
+        since = time.monotonic() - LOOKED_LATELY_S
+        lookers = [looker for looker in participants.ancestors(pid) if self.looked.get(looker, -1e9) >= since]
+        for candidate in (pid, *lookers):
+            started = participants.start_time(candidate)
+            if started is not None and str(candidate) not in known:
+                known[str(candidate)] = started
+                if candidate != pid:
+                    self.only_looked.add(candidate)
+
+    def is_left_by_all(self, *, but: int = 0) -> bool:
+        """True when an overwrite goes on that nobody will finish: nothing is open, and who took part is gone.
+
+        The process `but` doesn't count where it never did more than look: it asks for the step, to load it.
+        """
+        current = self.manifest.overwrite
+        if current is None or self.writers or self.lock.locked():
+            return False
+        but = participants.process_of(but) if but > 0 else 0
+        counted = {
+            pid: start
+            for pid, start in current.participants.items()
+            if int(pid) != but or but not in self.only_looked
+        }
+        return participants.all_gone(counted)
 
     def is_protected(self, inner: str, rules: MarkerRules) -> bool:
         """True for a file of the complete step whose change would make the step another one."""

@@ -20,7 +20,6 @@ from tierfs.steps.latest import NAME as LATEST
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
 from tierfs.steps.names import StepPath
-from tierfs.steps.participants import all_gone
 from tierfs.steps.record import StepRecord, Writer
 from tierfs.steps.registry import Key, StepRegistry
 
@@ -120,7 +119,7 @@ class Steps:
         current = record.manifest.overwrite
         if current is None:
             record.looked_for_marker(pid)
-        elif not current.removed_only and str(pid) not in current.participants and all_gone(current.participants):
+        elif not current.removed_only and record.is_left_by_all(but=pid):
             # Somebody is about to load what nobody will finish any more.
             generations.give_up(self.registry, record, "every process that wrote is gone")
 

@@ -23,7 +23,6 @@ from tierfs.steps.commits import commit
 from tierfs.steps.completion import judge
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.overwrite import remove_tree
-from tierfs.steps.participants import all_gone
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.steps.tracker import MOVED_IN
@@ -81,6 +80,7 @@ class Upkeep:
             record = registry.records.get(registry.to_judge.pop())
             if record is not None and not record.is_complete:
                 await self._judge(record)
+        registry.sweep_latest()
         for record in list(registry.records.values()):
             if record.key not in registry.records:
                 continue
@@ -119,7 +119,7 @@ class Upkeep:
         if current is not None:
             if idle_s >= TICK_S and self._nothing_changed(record):
                 generations.give_up(self.registry, record, "nothing was changed")
-            elif idle_s >= SETTLE_S and all_gone(current.participants):
+            elif idle_s >= SETTLE_S and record.is_left_by_all():
                 generations.give_up(self.registry, record, "every process that wrote is gone")
             elif idle_s >= settings.overwrite_idle_s:
                 generations.give_up(self.registry, record, f"nothing changed for {idle_s:.0f} s")
