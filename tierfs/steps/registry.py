@@ -29,6 +29,8 @@ Key = tuple[str, str]
 
 #: Refusals and give-ups that `status` shows; the log has them all.
 PROBLEMS_KEPT = 50
+#: How long `latest` stays, seconds, when its namespace has no whole step any more: see `update_latest`.
+LATEST_LINGERS_S = 5.0
 
 
 class StepRegistry:
@@ -41,6 +43,7 @@ class StepRegistry:
         self.lines = lines
         self.names = StepNames(settings.steps.patterns)
         self.rules = MarkerRules(settings.steps.markers)
+        self._latest_goes_at: dict[str, float] = {}  # monotonic time, by namespace
         self.latest = LatestLink(tier.root, tier.meta, self.names, mode=settings.steps.latest)
         self.crash = CrashPoints(settings.debug_crash_at, tier.meta)
         self.records: dict[Key, StepRecord] = {}
@@ -143,9 +146,26 @@ class StepRegistry:
             self.discard(old)
 
     def update_latest(self, namespace: str) -> None:
+        """Make `latest` name the newest whole step. Where there is none left it goes a little later.
+
+        A program that removes a namespace lists it first; the link must not vanish before it is removed too, or
+        `shutil.rmtree` fails.
+        """
         newest = self.newest_complete(namespace)
-        if self.latest.update(namespace, newest.manifest if newest is not None else None):
+        if newest is None:
+            self._latest_goes_at[namespace] = time.monotonic() + LATEST_LINGERS_S
+            return
+        self._latest_goes_at.pop(namespace, None)
+        if self.latest.update(namespace, newest.manifest):
             self.invalidate(namespace, LATEST)
+
+    def sweep_latest(self) -> None:
+        """Remove each `latest` that has named no whole step for long enough."""
+        now = time.monotonic()
+        for namespace in [name for name, goes_at in self._latest_goes_at.items() if goes_at <= now]:
+            del self._latest_goes_at[namespace]
+            if self.newest_complete(namespace) is None and self.latest.update(namespace, None):
+                self.invalidate(namespace, LATEST)
 
     def invalidate_inside(self, record: StepRecord, inner: str) -> None:
         directory, _, name = f"{record.rel}/{inner}".rpartition("/")
