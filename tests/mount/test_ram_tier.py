@@ -263,7 +263,7 @@ ballast = Ballast(Path(sys.argv[1]), int(sys.argv[2]))
 print("ready", flush=True)
 while True:
     if ballast.held_bytes() < int(sys.argv[2]) // 2:
-        ballast.grow(random.choice([2, 16, 64]) << 20, touch=True)
+        ballast.grow(random.choice([2, 16, 64]) << 20, probably_warm=random.random() < 0.5)
     else:
         ballast.take(random.randrange(100 << 20))
 """

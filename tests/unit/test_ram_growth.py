@@ -53,15 +53,38 @@ def test_a_steady_writer_never_meets_the_end_of_its_runway_once_it_has_one(rate:
     size, given_to = 2 * MIB, 2 * MIB
     given_to = growth.room_end(Growth(size, given_to, None, rate), RULES, 64 * GIB)
     for _ in range(200):
-        look = growth.look_after_s([Growth(size, given_to, None, rate)], RULES) + 0.005
+        look = growth.look_after_s([Growth(size, given_to, None, rate)], RULES, 1 << 50) + 0.005
         size += int(rate * look)
         assert size <= given_to
         given_to = growth.room_end(Growth(size, given_to, None, rate), RULES, 1 << 50)
 
 
-@given(st.lists(shards, max_size=5), rules)
-def test_looks_are_neither_a_busy_loop_nor_rare(growing: list[Growth], rules: RoomRules) -> None:
-    assert growth.SHORTEST_LOOK_S <= growth.look_after_s(growing, rules) <= growth.LONGEST_LOOK_S
+@given(st.lists(shards, max_size=5), rules, sizes)
+def test_looks_are_neither_a_busy_loop_nor_rare(growing: list[Growth], rules: RoomRules, free: int) -> None:
+    assert growth.SHORTEST_LOOK_S <= growth.look_after_s(growing, rules, free) <= growth.LONGEST_LOOK_S
+
+
+@given(st.floats(growth.HOT_RATE, 20e9), st.integers(0, 2 * GIB))
+def test_room_is_given_in_few_large_parts_however_little_is_left(rate: float, free: int) -> None:
+    """Each part given makes the writer wait, so one must last: at least until half of a first extent is used."""
+    size = given_to = 2 * MIB
+    parts = 0
+    while size < GIB:
+        end = growth.room_end(Growth(size, given_to, None, rate), RULES, free)
+        parts += end > given_to
+        free -= end - given_to
+        given_to = end
+        size += 4 * MIB
+        if size > given_to:
+            free, given_to = free - (size - given_to), size
+        free = max(0, free)
+    assert parts <= GIB // (RULES.first_extent_bytes // 2) + 1
+
+
+def test_an_empty_file_gets_its_first_extent_only_where_a_guess_is_allowed() -> None:
+    assert growth.room_end(Growth(0, 0, None, 0.0), RULES, GIB) == 0
+    assert growth.room_end(Growth(0, 0, None, 0.0, may_guess=True), RULES, GIB) == RULES.first_extent_bytes
+    assert growth.room_end(Growth(0, 0, 10240, 0.0, may_guess=True), RULES, GIB) == 0
 
 
 @given(rates, st.integers(0, GIB), st.floats(0, 10))

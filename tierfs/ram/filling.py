@@ -24,6 +24,7 @@ _WARM_S = 2.0
 _IDLE_LOOK_S = 1.0
 _RELEASE_LOOK_S = 0.05
 _SAVING_LOOK_S = 0.1
+_MEMORY_LOOK_S = 0.3
 
 # A piece that took this many times its own CPU time met other work on the CPUs; then filling steps back.
 _BUSY_RATIO = 1.5
@@ -45,6 +46,8 @@ class BallastKeeper:
         self._warm_until = 0.0
         self._release_until = 0.0
         self._set_right_at = 0.0
+        self._memory_read = 0
+        self._memory_read_at = -_MEMORY_LOOK_S
         self._data_bytes = room.state().data_bytes
         self.problem = ""
         self.target_bytes = 0
@@ -97,7 +100,7 @@ class BallastKeeper:
         if warm:
             piece = min(warm, _WARM_PIECE)
             self._warm_bytes -= piece
-            grown = await trio.to_thread.run_sync(lambda: self._grow(piece, touch=False)[0], limiter=limiter)
+            grown = await trio.to_thread.run_sync(lambda: self._grow(piece, probably_warm=True)[0], limiter=limiter)
             return 0.0 if grown else _IDLE_LOOK_S
         if missing == 0:
             self._tell("")
@@ -105,16 +108,18 @@ class BallastKeeper:
         if self._saving:
             return _SAVING_LOOK_S
         piece = min(missing, _COLD_PIECE)
-        grown, wall, cpu = await trio.to_thread.run_sync(lambda: self._grow(piece, touch=True), limiter=limiter)
+        grown, wall, cpu = await trio.to_thread.run_sync(
+            lambda: self._grow(piece, probably_warm=False), limiter=limiter
+        )
         if not grown:
             self._tell(f"no memory for {format_size(missing)} of the ballast; saves beyond what it holds are slower")
             return _IDLE_LOOK_S
         return wall * _STEP_BACK if wall > cpu * _BUSY_RATIO else 0.0
 
-    def _grow(self, piece: int, *, touch: bool) -> tuple[int, float, float]:
+    def _grow(self, piece: int, *, probably_warm: bool) -> tuple[int, float, float]:
         """Returns the bytes taken, and the seconds and CPU seconds that took. Runs in a thread."""
         wall, cpu = time.perf_counter(), time.thread_time()
-        grown = self._room.ballast.grow(piece, touch=touch)
+        grown = self._room.ballast.grow(piece, probably_warm=probably_warm)
         return grown, time.perf_counter() - wall, time.thread_time() - cpu
 
     def _missing_bytes(self) -> int:
@@ -133,9 +138,16 @@ class BallastKeeper:
             data_bytes=state.data_bytes,
             held_bytes=state.held_bytes,
             total_memory=self._total_memory,
-            available_memory=available_memory_bytes(),
+            available_memory=self._available_memory(state.held_bytes, now),
         )
         return self.target_bytes - state.held_bytes
+
+    def _available_memory(self, held_bytes: int, now: float) -> int:
+        """As read at most _MEMORY_LOOK_S ago (reading takes a fifth of a millisecond), less what we took since."""
+        if now - self._memory_read_at >= _MEMORY_LOOK_S:
+            self._memory_read_at = now
+            self._memory_read = available_memory_bytes() + held_bytes
+        return self._memory_read - held_bytes
 
     def _tell(self, problem: str) -> None:
         if problem and problem != self.problem:

@@ -22,7 +22,7 @@ RUNWAY_S = 0.1
 HOT_RATE = 32 * MIB
 
 # Bounds of the time between two looks at growing shards. At 5 GB/s a first extent of 64 MiB lasts 13 ms.
-SHORTEST_LOOK_S = 0.002
+SHORTEST_LOOK_S = 0.001
 LONGEST_LOOK_S = 0.1
 
 # The share of all memory that the ballast never takes; and where it starts to give memory back.
@@ -39,6 +39,7 @@ class Growth:
     expected_bytes: int | None
     rate: float
     quiet_s: float = 0.0
+    may_guess: bool = False
 
     @property
     def is_hot(self) -> bool:
@@ -56,24 +57,40 @@ class RoomRules:
 def room_end(shard: Growth, rules: RoomRules, free_bytes: int) -> int:
     """The offset up to which the shard should have room; what it has when it needs no more now.
 
-    A shard within its expected size gets all of that. Any other gets a runway that lasts RUNWAY_S at its rate, from
-    `first_extent_bytes` up to `runway_bytes`, renewed when half of it is used. Never more than is free.
+    A shard within its expected size gets all of that. Any other gets a runway, renewed when half of it is used. One
+    that `may_guess` and has nothing in it yet gets the first extent before its size says anything. Never more than is
+    free.
     """
     if shard.expected_bytes is not None and shard.size_bytes <= shard.expected_bytes >= SMALL_BYTES:
         wanted = shard.expected_bytes
         if shard.size_bytes < wanted or shard.given_bytes >= wanted:
             return _within(shard, wanted, free_bytes)
+    if shard.may_guess and shard.size_bytes == shard.given_bytes == 0 and shard.expected_bytes is None:
+        return _within(shard, rules.first_extent_bytes, free_bytes)
     if shard.size_bytes < SMALL_BYTES:
         return shard.given_bytes
-    runway = runway_bytes(shard.rate, rules)
+    runway = runway_bytes(shard.rate, rules, free_bytes)
     if shard.given_bytes - shard.size_bytes > runway // 2:
         return shard.given_bytes
     return _within(shard, shard.size_bytes + runway, free_bytes)
 
 
-def runway_bytes(rate: float, rules: RoomRules) -> int:
-    """How far ahead of a writer of this rate the room should reach."""
-    return int(min(max(rate * RUNWAY_S, rules.first_extent_bytes), max(rules.runway_bytes, rules.first_extent_bytes)))
+def runway_bytes(rate: float, rules: RoomRules, free_bytes: int) -> int:
+    """How far ahead of a writer of this rate the room should reach.
+
+    `first_extent_bytes` for a slow one; `runway_bytes` for one that is being saved now, or what lasts RUNWAY_S at its
+    rate where that is more. To give room is to wait for the write(2) that the shard's writer is in, which may be
+    of a hundred MiB, and the first look sees a writer slowed down by having no room: so much at once, and seldom.
+    But never more than a quarter of what is left: others may grow beside it, and this one may be about to end.
+    """
+    if rate <= HOT_RATE:
+        return rules.first_extent_bytes
+    return int(max(min(max(rate * RUNWAY_S, rules.runway_bytes), free_bytes // 4), rules.first_extent_bytes))
+
+
+def _needed_soon(shard: Growth, rules: RoomRules) -> int:
+    """What a shard beyond all expectation will write within RUNWAY_S, and not less than a first extent."""
+    return int(max(shard.rate * RUNWAY_S, rules.first_extent_bytes))
 
 
 def _within(shard: Growth, wanted_end: int, free_bytes: int) -> int:
@@ -84,7 +101,7 @@ def _within(shard: Growth, wanted_end: int, free_bytes: int) -> int:
     return max(shard.given_bytes, min(end, reachable))
 
 
-def look_after_s(shards: Sequence[Growth], rules: RoomRules) -> float:
+def look_after_s(shards: Sequence[Growth], rules: RoomRules, free_bytes: int) -> float:
     """How long to wait before looking at the growing shards again.
 
     A growing shard: when half of its runway will be used, so that it may double its speed meanwhile. One with room for
@@ -98,7 +115,9 @@ def look_after_s(shards: Sequence[Growth], rules: RoomRules) -> float:
         if shard.quiet_s > 0 or shard.rate <= 0:
             soonest = min(soonest, max(SHORTEST_LOOK_S, shard.quiet_s / 4))
             continue
-        left = shard.given_bytes - shard.size_bytes - runway_bytes(shard.rate, rules) // 2
+        left = shard.given_bytes - shard.size_bytes - runway_bytes(shard.rate, rules, free_bytes) // 2
+        if free_bytes < HUGE_PAGE:
+            continue  # Nothing to give; looking more often would not help.
         soonest = min(soonest, max(SHORTEST_LOOK_S, left / shard.rate))
     return soonest
 
@@ -151,6 +170,6 @@ def missing_bytes(shards: Sequence[Growth], rules: RoomRules, free_bytes: int) -
             end = max(end, shard.expected_bytes)
         beyond_expected = shard.expected_bytes is None or shard.size_bytes > shard.expected_bytes
         if shard.size_bytes >= SMALL_BYTES and beyond_expected:
-            end = max(end, shard.size_bytes + runway_bytes(shard.rate, rules))
+            end = max(end, shard.size_bytes + _needed_soon(shard, rules))
         needed += max(0, end - max(shard.given_bytes, shard.size_bytes))
     return max(0, needed - free_bytes)

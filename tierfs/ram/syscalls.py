@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # include/uapi/linux/falloc.h
 FALLOC_FL_KEEP_SIZE = 0x01
@@ -60,19 +62,23 @@ def umount(target: str, flags: int = 0) -> None:
         raise _failure(target)
 
 
-def populate(fd: int, offset: int, length: int, step: int) -> None:
-    """Touch every page of a range of a file, `step` bytes a call, without copying anything.
-
-    The steps keep short the time for which the process's address space is locked, or its other threads would
-    stall. Raises EINVAL before Linux 5.14 and EFAULT where the file became shorter meanwhile.
-    """
+@contextmanager
+def shared_mapping(fd: int, offset: int, length: int) -> Iterator[int]:
+    """The address of a range of a file, mapped shared and writable for as long as the context lasts."""
     address = _libc.mmap(None, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED, fd, offset)
     if address == _MAP_FAILED:
         raise _failure()
     try:
-        for start in range(0, length, step):
-            while _libc.madvise(address + start, min(step, length - start), MADV_POPULATE_WRITE) != 0:
-                if ctypes.get_errno() != errno.EINTR:
-                    raise _failure()
+        yield int(address)
     finally:
         _libc.munmap(address, length)
+
+
+def populate(address: int, length: int) -> None:
+    """Touch every page of a mapped range for writing, without copying anything.
+
+    Raises EINVAL before Linux 5.14, and EFAULT where the file became shorter meanwhile.
+    """
+    while _libc.madvise(address, length, MADV_POPULATE_WRITE) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _failure()

@@ -34,6 +34,9 @@ _BEGIN_LOCK_S = 0.002
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
+_GUESS_S = 0.001
+_GUESSES_A_SECOND = 20
+
 _ASK_AGAIN_S = 0.02
 _ASK_AGAIN_REFUSED_S = 1.0
 
@@ -86,11 +89,12 @@ class _Shard:
     rate: float = 0.0
     grown_at: float = field(default=0.0)
     sparse: bool = False
+    may_guess: bool = False
     times: tuple[int, int] | None = None  # atime and mtime in ns, once a program set them
 
     def growth(self) -> Growth:
         quiet = self.seen_at - self.grown_at
-        return Growth(self.size_bytes, self.given_bytes, self.expected_bytes, self.rate, quiet)
+        return Growth(self.size_bytes, self.given_bytes, self.expected_bytes, self.rate, quiet, self.may_guess)
 
 
 class RamTier:
@@ -120,6 +124,7 @@ class RamTier:
         self._wake = trio.Event()
         self._begin_rate = 20e9
         self._ask_at = 0.0
+        self._guesses: list[float] = []
         self._full: tuple[RamProblem, int] | None = None
         self._room: Room
         self._ballast: BallastKeeper | None = None
@@ -237,15 +242,30 @@ class RamTier:
             now = time.monotonic()
             for shard in list(self._shards.values()):
                 _look(shard, now)
+                self._consider_a_guess(shard, now)
             if self._ballast is not None:
                 self._ballast.save_is_running(any(s.growth().is_hot for s in self._shards.values()))
                 self._ballast.look_if_in_the_way()
             self._ask_for_room(now)
             for shard in list(self._shards.values()):
                 await self._give(shard, limiter)
-            delay = growth.look_after_s([shard.growth() for shard in self._shards.values()], self._rules)
+            growing = [shard.growth() for shard in self._shards.values()]
+            delay = growth.look_after_s(growing, self._rules, self._room.state().free_bytes)
             with trio.move_on_after(delay):
                 await self._wake.wait()
+
+    def _consider_a_guess(self, shard: _Shard, now: float) -> None:
+        """A file that is open for a while with nothing in it may become a shard: a first extent awaits it.
+
+        Small files are closed before that, and not many files a second get one, or unpacking an archive of small
+        files would cost more in room moved about than in writing.
+        """
+        if shard.may_guess or shard.size_bytes or shard.expected_bytes is not None or now - shard.grown_at < _GUESS_S:
+            return
+        self._guesses = [moment for moment in self._guesses if now - moment < 1]
+        if len(self._guesses) < _GUESSES_A_SECOND:
+            self._guesses.append(now)
+            shard.may_guess = True
 
     async def _give(self, shard: _Shard, limiter: trio.CapacityLimiter) -> None:
         if shard.sparse or shard.times or self.grant is None:
