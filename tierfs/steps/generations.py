@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+import uuid
+
+import trio
 
 from tierfs.steps import overwrite
 from tierfs.steps.manifest import FileEntry, Overwrite
-from tierfs.steps.names import escape_namespace
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 
@@ -19,14 +21,19 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
     """Set the complete generation aside, before `pid` makes the first change in it.
 
     The old markers stay in sight until something is written (`hide_markers`): a program that removes the step file
-    by file expects to find them.
+    by file expects to find them. Raises OSError (ENOSPC) with the step as it was.
     """
     manifest = record.manifest
-    name = f"{manifest.step}.{manifest.generation}"
-    old_directory = registry.tier.generations / escape_namespace(manifest.namespace) / name
-    old_directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    links = overwrite.set_aside(record.directory, old_directory)
+    # A step that is renamed meanwhile keeps its old generation, so the next one of its name needs another place.
+    name = f"{manifest.step}.{manifest.generation}.{uuid.uuid4().hex[:12]}"
+    old_directory = registry.tier.generations / name
+    try:
+        links = overwrite.set_aside(record.directory, old_directory)
+    except OSError:
+        overwrite.remove_tree(old_directory.with_name(name + overwrite.BUILDING))
+        raise
     registry.crash("overwrite:set-aside")
+    changed_at = manifest.changed_at
     manifest.overwrite = Overwrite(
         generation=manifest.generation + 1,
         started_at=time.time(),
@@ -36,8 +43,13 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
         removed_only=True,
     )
     manifest.changed_at = time.time()
+    try:
+        registry.save(record)
+    except OSError:
+        manifest.overwrite, manifest.changed_at = None, changed_at
+        registry.discard(old_directory)
+        raise
     record.first_write_at = time.monotonic()
-    registry.save(record)
     registry.crash("overwrite:recorded")
     registry.update_latest(manifest.namespace)
     registry.wake.set()
@@ -45,12 +57,19 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
 
 
 def hide_markers(registry: StepRegistry, record: StepRecord) -> None:
-    """Take the old markers away, so that a load fails rather than mixes generations. Done before the first write."""
+    """Take the old markers away, so that a load fails rather than mixes generations. Done before the first write.
+
+    Raises OSError (ENOSPC) with the markers in place.
+    """
     current = record.manifest.overwrite
     if current is None or not current.removed_only:
         return
     current.removed_only = False
-    registry.save(record)
+    try:
+        registry.save(record)
+    except OSError:
+        current.removed_only = True
+        raise
     registry.crash("overwrite:hiding")
     remove_old_markers(registry, record)
     registry.crash("overwrite:hidden")
@@ -64,8 +83,51 @@ def remove_old_markers(registry: StepRegistry, record: StepRecord) -> None:
         return
     for inner in current.old_files:
         if registry.rules.match(inner) is not None and record.is_of_old_generation(inner):
-            (record.directory / inner).unlink()
+            with overwrite.keeping_times((record.directory / inner).parent):
+                (record.directory / inner).unlink()
             registry.invalidate_inside(record, inner)
+
+
+async def renew(registry: StepRegistry, record: StepRecord, inner: str, *, truncate: bool) -> bool:
+    """Give a name that stands for a file of the old generation a new inode: empty, or with the same bytes.
+
+    False when it does not stand for one (any more). The old inode stays with whoever holds it.
+    """
+    current = record.manifest.overwrite
+    if current is None or not _is_to_renew(registry, record, inner):
+        return False
+    async with record.lock:
+        old_directory = registry.old_directory(record)
+        if record.manifest.overwrite is not current or old_directory is None:
+            return False
+        if not _is_to_renew(registry, record, inner):
+            return True  # by another request, while this one waited
+        scratch = old_directory.with_name(f"{old_directory.name}.{uuid.uuid4().hex[:12]}.new")
+        if truncate:
+            overwrite.make_empty(old_directory / inner, scratch)
+        else:
+            await trio.to_thread.run_sync(overwrite.make_copy, old_directory / inner, scratch)
+        # A program may have removed or replaced the name during the copy, and that counts.
+        if record.manifest.overwrite is current and _is_to_renew(registry, record, inner):
+            overwrite.put_in_place(scratch, record.directory / inner)
+            registry.crash("overwrite:replaced")
+        else:
+            scratch.unlink(missing_ok=True)
+    registry.invalidate_inside(record, inner)
+    return True
+
+
+def _is_to_renew(registry: StepRegistry, record: StepRecord, inner: str) -> bool:
+    """The name stands for a file of the old generation, or for a marker of it that was hidden."""
+    if record.is_of_old_generation(inner):
+        return True
+    current = record.manifest.overwrite
+    return (
+        current is not None
+        and inner in current.old_files
+        and registry.rules.match(inner) is not None
+        and not os.path.lexists(record.directory / inner)
+    )
 
 
 def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from tierfs.steps.manifest import FileEntry
 
 COPY_CHUNK_BYTES = 8 << 20
+#: What is added to the name of an old generation while it is being linked.
+BUILDING = ".building"
 
 
 def set_aside(step_dir: Path, old_dir: Path) -> dict[str, FileEntry]:
@@ -25,38 +27,45 @@ def set_aside(step_dir: Path, old_dir: Path) -> dict[str, FileEntry]:
 
     `old_dir` appears whole or not at all. Directory times are copied, so that putting back restores them too.
     """
-    building = old_dir.with_name(old_dir.name + ".building")
+    building = old_dir.with_name(old_dir.name + BUILDING)
     remove_tree(building)
     remove_tree(old_dir)
     kept: dict[str, FileEntry] = {}
     for inner, info in walk(step_dir):
         target = building / inner if inner else building
         if stat.S_ISDIR(info.st_mode):
-            target.mkdir(mode=0o700, parents=True)
+            target.mkdir(mode=0o700)
         else:
             os.link(step_dir / inner, target, follow_symlinks=False)
             kept[inner] = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino)
     for inner, info in walk(step_dir):
         if stat.S_ISDIR(info.st_mode):
-            os.utime(building / inner if inner else building, ns=(info.st_atime_ns, info.st_mtime_ns))
+            target = building / inner if inner else building
+            if (info.st_uid, info.st_gid) != (os.geteuid(), os.getegid()):
+                os.chown(target, info.st_uid, info.st_gid)
+            target.chmod(stat.S_IMODE(info.st_mode) | stat.S_IRWXU)  # so that it can be removed again
+            os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns))
     building.rename(old_dir)
     return kept
 
 
-def replace_with_empty(path: Path, scratch: Path) -> None:
-    """Put a new, empty inode with the same owner, mode and user xattrs under `path` at once."""
-    info = path.stat(follow_symlinks=False)
-    _make_like(path, scratch, info).close()
-    scratch.rename(path)
+def make_empty(kept: Path, scratch: Path) -> None:
+    """Make a new, empty file `scratch` with the owner, mode and user xattrs of `kept`. Nothing is left on failure."""
+    with _removed_on_failure(scratch):
+        _make_like(kept, scratch, kept.stat(follow_symlinks=False)).close()
 
 
-def replace_with_copy(path: Path, scratch: Path) -> None:
-    """Put a new inode with the same bytes, times, owner, mode and user xattrs under `path` at once.
+def make_copy(kept: Path, scratch: Path) -> None:
+    """Make a new file `scratch` with the bytes, times, owner, mode and user xattrs of `kept`.
 
-    Blocking for as long as the copy takes: call it in a thread. The old inode stays with whoever holds it.
+    Blocking for as long as the copy takes: call it in a thread. Nothing is left on failure (ENOSPC).
     """
-    info = path.stat(follow_symlinks=False)
-    with path.open("rb", buffering=0) as source, _make_like(path, scratch, info) as target:
+    info = kept.stat(follow_symlinks=False)
+    with (
+        _removed_on_failure(scratch),
+        kept.open("rb", buffering=0) as source,
+        _make_like(kept, scratch, info) as target,
+    ):
         offset = 0
         while offset < info.st_size:
             moved = os.sendfile(target.fileno(), source.fileno(), offset, COPY_CHUNK_BYTES)
@@ -64,7 +73,25 @@ def replace_with_copy(path: Path, scratch: Path) -> None:
                 break
             offset += moved
         os.utime(target.fileno(), ns=(info.st_atime_ns, info.st_mtime_ns))
-    scratch.rename(path)
+
+
+def put_in_place(scratch: Path, path: Path) -> None:
+    """Give a file that was made the name `path`, in place of what has it. The directory's times stay as they are.
+
+    A program that opens a file changes no directory, and frameworks tell the age of a checkpoint by its directory.
+    """
+    with keeping_times(path.parent):
+        scratch.rename(path)
+
+
+@contextlib.contextmanager
+def keeping_times(directory: Path) -> Iterator[None]:
+    """What is done in the block leaves the directory's times as they were."""
+    before = directory.stat()
+    try:
+        yield
+    finally:
+        os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def put_back(step_dir: Path, old_dir: Path, kept: Mapping[str, FileEntry], markers: frozenset[str]) -> list[str]:
@@ -75,9 +102,15 @@ def put_back(step_dir: Path, old_dir: Path, kept: Mapping[str, FileEntry], marke
     """
     changed: list[str] = []
     present = {inner: info for inner, info in walk(step_dir) if inner}
+    # Names before those below them in `walk`, so from the end: what is in a directory goes before it.
     for inner, info in sorted(present.items(), reverse=True):
-        if inner not in kept and not stat.S_ISDIR(info.st_mode):
-            (step_dir / inner).unlink()
+        if stat.S_ISDIR(info.st_mode):
+            if not _is_directory(old_dir / inner):
+                with contextlib.suppress(FileNotFoundError):
+                    (step_dir / inner).rmdir()
+                changed.append(inner)
+        elif inner not in kept:
+            (step_dir / inner).unlink(missing_ok=True)
             changed.append(inner)
     for inner in sorted(kept, key=lambda name: (name in markers, name)):
         info_now = present.get(inner)
@@ -91,11 +124,9 @@ def put_back(step_dir: Path, old_dir: Path, kept: Mapping[str, FileEntry], marke
         # rename(2) does nothing when both names are the same inode, hence the check above.
         scratch.rename(target)
         changed.append(inner)
-    for inner, info in sorted(present.items(), reverse=True):
-        if stat.S_ISDIR(info.st_mode) and not (old_dir / inner).is_dir():
-            with contextlib.suppress(OSError):
-                (step_dir / inner).rmdir()
-                changed.append(inner)
+    for inner, info in walk(old_dir):
+        if inner and stat.S_ISDIR(info.st_mode):
+            _make_parents(step_dir, old_dir, step_dir / inner)  # directories without files
     _restore_directory_times(step_dir, old_dir)
     return changed
 
@@ -164,14 +195,28 @@ def _make_like(path: Path, scratch: Path, info: os.stat_result) -> _OwnedFile:
 
 
 def _make_parents(step_dir: Path, old_dir: Path, directory: Path) -> None:
-    """Make a directory of the old generation again, with the owner and mode of the step directory."""
-    if directory.is_dir():
+    """Make a directory of the old generation again, with its owner and mode, and those above it."""
+    if _is_directory(directory):
         return
     _make_parents(step_dir, old_dir, directory.parent)
     directory.mkdir()
-    like = step_dir.stat()
-    os.chown(directory, like.st_uid, like.st_gid)
+    like = (old_dir / directory.relative_to(step_dir)).stat()
+    if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+        os.chown(directory, like.st_uid, like.st_gid)
     directory.chmod(stat.S_IMODE(like.st_mode))
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+@contextlib.contextmanager
+def _removed_on_failure(scratch: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def _restore_directory_times(step_dir: Path, old_dir: Path) -> None:

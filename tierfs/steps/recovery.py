@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 from tierfs.steps import generations
 from tierfs.steps.latest import NAME as LATEST
@@ -102,16 +101,5 @@ def _discard_unnamed(registry: StepRegistry) -> None:
     """Old generations, half-built ones and scratch files that no manifest names."""
     named = {old for record in registry.records.values() if (old := registry.old_directory(record)) is not None}
     for entry in list(registry.tier.generations.iterdir()):
-        if not entry.is_dir():
-            entry.unlink(missing_ok=True)
-            continue
-        for kept in list(entry.iterdir()):
-            if kept not in named:
-                _discard(registry, kept)
-
-
-def _discard(registry: StepRegistry, path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        registry.discard(path)
-    else:
-        path.unlink(missing_ok=True)
+        if entry not in named:
+            registry.discard(entry)

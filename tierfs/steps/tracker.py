@@ -7,13 +7,13 @@ after it. `tierfs.steps.events.StepTracker` is the contract; after a crash of th
 from __future__ import annotations
 
 import os
+import stat
 import time
-import uuid
 from collections.abc import Callable
 
 import trio
 
-from tierfs.steps import generations, overwrite
+from tierfs.steps import generations
 from tierfs.steps.commits import check_commit, commit
 from tierfs.steps.completion import waits_for_last_file
 from tierfs.steps.latest import NAME as LATEST
@@ -56,6 +56,12 @@ class Steps:
         record.touch(pid)
         if where.inner == "":
             self.registry.make_room_for_next(where.namespace)
+            return
+        current = record.manifest.overwrite
+        if current is not None and where.inner in current.old_files:
+            # A file that was removed is written anew, and the old marker would vouch for it.
+            generations.hide_markers(self.registry, record)
+        self._seal_link(record, where.inner)
 
     def opened_for_write(self, rel: str, nodeid: int, pid: int) -> None:
         where = self.registry.names.locate(rel)
@@ -92,6 +98,15 @@ class Steps:
             self.registry.lines.written(
                 where.namespace, where.number, entry.size_bytes, time.monotonic() - writer.since, rank=rank
             )
+
+    def _seal_link(self, record: StepRecord, inner: str) -> None:
+        """A hard link that was made is whole at once: nobody closes it (`cp -al`, `rsync --link-dest`)."""
+        try:
+            info = os.lstat(record.directory / inner)
+        except FileNotFoundError:
+            return
+        if info.st_nlink > 1 and stat.S_ISREG(info.st_mode) and inner not in record.open_names():
+            self._seal(record, inner)
 
     def _seal(self, record: StepRecord, inner: str) -> FileEntry | None:
         """Fix a closed file's size in the manifest, until it is opened for writing again."""
@@ -134,17 +149,7 @@ class Steps:
         if not record.is_of_old_generation(where.inner):
             return False
         generations.hide_markers(self.registry, record)
-        async with record.lock:
-            if record.is_of_old_generation(where.inner):
-                path = record.directory / where.inner
-                scratch = self.registry.tier.generations / f"{uuid.uuid4().hex}.new"
-                if truncate:
-                    overwrite.replace_with_empty(path, scratch)
-                else:
-                    await trio.to_thread.run_sync(overwrite.replace_with_copy, path, scratch)
-        self.registry.crash("overwrite:replaced")
-        self.registry.invalidate_inside(record, where.inner)
-        return True
+        return await generations.renew(self.registry, record, where.inner, truncate=truncate)
 
     async def before_truncate(self, rel: str, pid: int) -> bool:
         return await self.before_write_open(rel, pid, truncate=False)
@@ -179,7 +184,8 @@ class Steps:
         if record is not None and target is not None:
             if record.is_complete and record.is_protected(target.inner, self.registry.rules):
                 generations.begin(self.registry, record, pid)
-            if record.is_of_old_generation(target.inner):
+            current = record.manifest.overwrite
+            if current is not None and target.inner in current.old_files:
                 generations.hide_markers(self.registry, record)
             record.touch(pid)
 
