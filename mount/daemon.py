@@ -53,7 +53,7 @@ class Daemon:
             fuse_fd,
             instance.channel_state,
             kind=settings.channel,
-            passthrough=settings.passthrough != "off" and record.privileged,
+            passthrough=settings.passthrough != "off",
             resend=settings.resend != "off",
             takeover=takeover,
         )

@@ -47,6 +47,9 @@ from tierfs.settings_sources import settings_from_json
 log = logging.getLogger("tierfs.keeper")
 
 _MOST_FAILED_STARTS = 5
+#: A mount that has worked is not given up sooner: programs have files open in it, and whatever kills the daemon as it
+#: starts (an operator, the kernel for want of memory) may stop.
+_PATIENCE_S = 10.0
 _PAUSES_BEFORE_READY_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 _PAUSES_AFTER_READY_S = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0)
 _SERVED_WELL_S = 30.0
@@ -112,6 +115,7 @@ class Keeper:
 
     def _keep(self, daemon: DaemonProcess) -> int:
         failed_starts = quick_deaths = 0
+        failing_since = 0.0
         while True:
             status = self._watch(daemon)
             os.close(daemon.pidfd)
@@ -127,8 +131,10 @@ class Keeper:
                 quick_deaths = 0 if served_s >= _SERVED_WELL_S else quick_deaths + 1
                 pause_s = _PAUSES_AFTER_READY_S[min(quick_deaths, len(_PAUSES_AFTER_READY_S) - 1)]
             else:
+                failing_since = time.monotonic() if failed_starts == 0 else failing_since
                 failed_starts += 1
-                if failed_starts >= _MOST_FAILED_STARTS:
+                failing_s = time.monotonic() - failing_since
+                if failed_starts >= _MOST_FAILED_STARTS and (failing_s >= _PATIENCE_S or not self._announced):
                     log.critical(
                         "given up: the daemon died %d times in a row as it started. %s is unmounted; what is in "
                         "the RAM tier stays. The reason is in the lines above",
