@@ -96,7 +96,7 @@ class Rig:
         return entry is not None and entry.is_tierfs
 
     def wait_for_end(self) -> None:
-        wait_until(lambda: not keeper_is_alive(self.instance), "the keeper has ended")
+        wait_until(lambda: not keeper_is_alive(self.instance), "the keeper has ended", timeout_s=40)
         assert read_process(self.instance.daemon_pid) is None
         assert not self.is_mounted()
 
