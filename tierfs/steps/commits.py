@@ -74,6 +74,7 @@ def commit(
         # Left over from an earlier save by more ranks: it lies there, but is no part of this step.
         if not (named and is_data_file_name(inner.rpartition("/")[2]) is not None and inner not in named)
     }
+    manifest.added.clear()
     manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
     manifest.marker = marker
     manifest.state = "complete"

@@ -11,10 +11,12 @@ import os
 import stat
 from pathlib import Path
 
+from tierfs.errors import PathRefused
 from tierfs.steps.manifest import Manifest
-from tierfs.steps.names import StepNames, escape_namespace
+from tierfs.steps.names import StepNames, escape_namespace, unescape_namespace
 
 NAME = "latest"
+_USERS = ".user"
 
 
 class LatestLink:
@@ -87,6 +89,24 @@ class LatestLink:
         """A program removed the `latest` of a namespace: the next one is ours again."""
         self._flag(namespace).unlink(missing_ok=True)
 
+    def moved(self, old: str, new: str) -> None:
+        """A directory was renamed: what is known of the namespaces at and below it goes along."""
+        directory = self._flag("x").parent
+        for name in os.listdir(directory) if directory.is_dir() else ():
+            with contextlib.suppress(PathRefused):
+                namespace = unescape_namespace(name.removesuffix(_USERS))
+                if namespace == old or namespace.startswith(old + "/"):
+                    (directory / name).rename(self._flag(new + namespace[len(old) :]))
+
+    def removed_below(self, namespace: str) -> None:
+        """A directory was removed with all that is below it."""
+        directory = self._flag("x").parent
+        for name in os.listdir(directory) if directory.is_dir() else ():
+            with contextlib.suppress(PathRefused):
+                found = unescape_namespace(name.removesuffix(_USERS))
+                if found == namespace or found.startswith(namespace + "/"):
+                    (directory / name).unlink()
+
     def clear_for_rmdir(self, directory_rel: str) -> bool:
         """Remove our link where it is the only thing left in a namespace that is about to be removed."""
         if not directory_rel or not self.is_ours(directory_rel):
@@ -98,4 +118,4 @@ class LatestLink:
         return True
 
     def _flag(self, namespace: str) -> Path:
-        return self._meta / "%latest" / (escape_namespace(namespace) + ".user")
+        return self._meta / "%latest" / (escape_namespace(namespace) + _USERS)

@@ -63,7 +63,8 @@ class Overwrite:
 class Manifest:
     """This node's part of a step. Times are Unix seconds, `files` is keyed by the path inside the step.
 
-    `marker` is the path inside the step of the file that completed it; `note` is a sentence for people.
+    `marker` is the path inside the step of the file that completed it; `added` are those of `files` that came after it
+    and so are no part of what was committed; `note` is a sentence for people.
     """
 
     namespace: str
@@ -77,6 +78,7 @@ class Manifest:
     pinned: bool = False
     bytes: int = 0
     files: dict[str, FileEntry] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)
     marker: str | None = None
     overwrite: Overwrite | None = None
     note: str = ""
@@ -213,6 +215,7 @@ def _files_as_json(files: Mapping[str, FileEntry]) -> dict[str, dict[str, Any]]:
 def _as_json(manifest: Manifest) -> dict[str, Any]:
     value = dict(vars(manifest))
     value["files"] = _files_as_json(manifest.files)
+    value["added"] = sorted(manifest.added)
     if manifest.overwrite is not None:
         overwrite = dict(vars(manifest.overwrite))
         overwrite["old_files"] = _files_as_json(manifest.overwrite.old_files)
@@ -280,6 +283,12 @@ class _Fields:
             del self._value[key]
             return None
         return self.text(key)
+
+    def texts(self, key: str) -> set[str]:
+        value = self._take(key)
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            self._refuse(key, "a list of texts", value)
+        return set(value)
 
     def mapping(self, key: str) -> dict[str, object]:
         value = self._take(key)
@@ -359,6 +368,7 @@ def _manifest(value: object) -> Manifest:
         pinned=fields.flag("pinned"),
         bytes=fields.integer("bytes"),
         files=_files(fields.mapping("files"), "files"),
+        added=fields.texts("added"),
         marker=fields.text_or_none("marker"),
         overwrite=_overwrite(fields.any("overwrite")),
         note=fields.text("note"),

@@ -94,20 +94,29 @@ class StepOperations:
         if not recursive:
             raise PathRefused(f"{rel} is a namespace; --recursive removes it with all its steps")
         removed = {"steps": 0, "bytes": 0}
-        for record in list(self.registry.records.values()):
-            if record.manifest.namespace == rel or record.manifest.namespace.startswith(rel + "/"):
-                freed = self._remove(record)
-                removed = {key: removed[key] + freed[key] for key in removed}
+        records = [
+            record
+            for record in self.registry.records.values()
+            if record.manifest.namespace == rel or record.manifest.namespace.startswith(rel + "/")
+        ]
+        for record in records:
+            self._refuse_if_written(record)  # all of it or nothing
+        for record in records:
+            freed = self._remove(record)
+            removed = {key: removed[key] + freed[key] for key in removed}
         self.registry.discard(path)
-        self.registry.latest.removed_by_program(rel)
+        self.registry.latest.removed_below(rel)
         directory, _, name = rel.rpartition("/")
         self.registry.invalidate(directory, name)
         return removed
 
-    def _remove(self, record: StepRecord) -> dict[str, Any]:
+    def _refuse_if_written(self, record: StepRecord) -> None:
         if record.writers:
             names = ", ".join(sorted(record.open_names())[:4])
             raise StepBusy(f"{record.rel} is being written ({names} is open); stop the writer first")
+
+    def _remove(self, record: StepRecord) -> dict[str, Any]:
+        self._refuse_if_written(record)
         size = sum(entry.size_bytes for entry in record.scan().values())
         self.registry.remove(record)
         log.info("step removed by command", extra=self.registry.extra(record))
@@ -136,7 +145,7 @@ class StepOperations:
                     log.error("%s", reason, extra=self.registry.extra(record, inner))
                 if time.monotonic() - last_told > 0.1:
                     last_told = time.monotonic()
-                    await progress({"done_bytes": size, "total_bytes": total, "path": f"{record.rel}/{inner}"})
+                    await progress({"files": files, "bytes": size, "bytes_total": total})
         return {"files": files, "bytes": size, "bad": bad, "unsealed": unsealed}
 
     def _records_below(self, rel: str) -> list[StepRecord]:

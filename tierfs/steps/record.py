@@ -140,21 +140,19 @@ class StepRecord:
             return False
         but = participants.process_of(but) if but > 0 else 0
         counted = {
-            pid: start
-            for pid, start in current.participants.items()
-            if int(pid) != but or but not in self.only_looked
+            pid: start for pid, start in current.participants.items() if int(pid) != but or but not in self.only_looked
         }
         return participants.all_gone(counted)
 
     def is_protected(self, inner: str, rules: MarkerRules) -> bool:
         """True for a file of the complete step whose change would make the step another one."""
         entry = self.manifest.files.get(inner)
-        if self.manifest.state != "complete" or entry is None or self.manifest.completed_at is None:
+        if self.manifest.state != "complete" or entry is None:
             return False
         if inner == self.manifest.marker or rules.match(inner) is not None:
             return True
-        if entry.mtime_ns > self.manifest.completed_at * 1e9:
-            return False  # added after the step was complete, so no part of what was committed
+        if inner in self.manifest.added:
+            return False  # a program may write, close and open again what it adds to a complete step
         return PurePosixPath(inner).suffix in SHARD_SUFFIXES or entry.size_bytes >= SMALL_FILE_BYTES
 
     def is_of_old_generation(self, inner: str) -> bool:
@@ -168,7 +166,8 @@ class StepRecord:
             return False
 
     def open_names(self) -> set[str]:
-        return {writer.inner for writer in self.writers.values()}
+        # A thread that judges the step asks too, while this one changes the writers: hence the copy.
+        return {writer.inner for writer in list(self.writers.values())}
 
     def is_written_by_dcp(self) -> bool:
         """True when the step holds files that only DCP makes, so that a marker is to be expected."""

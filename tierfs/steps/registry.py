@@ -6,9 +6,10 @@ two awaits is atomic.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trio
@@ -24,6 +25,8 @@ from tierfs.steps.markers import MarkerRules
 from tierfs.steps.names import StepNames, StepPath
 from tierfs.steps.record import StepRecord
 from tierfs.steps.retention import StepFacts, choose_evictions
+
+log = logging.getLogger("tierfs.steps")
 
 Key = tuple[str, str]
 
@@ -91,24 +94,43 @@ class StepRegistry:
     # --- changing
 
     def save(self, record: StepRecord) -> None:
+        """Raises OSError (ENOSPC); what was saved before stays."""
+        record.unsaved = True
         save_manifest(self.tier.meta, record.manifest)
         record.unsaved = False
 
-    def move(self, record: StepRecord, where: StepPath | None) -> None:
-        """The step's directory was renamed: to another step, or to what is none."""
-        self.records.pop(record.key)
-        delete_manifest(self.tier.meta, *record.key)
-        if where is None:
-            self._discard_old_generation(record)
-            return
-        record.manifest.namespace, record.manifest.step, record.manifest.number = (
-            where.namespace,
-            where.step,
-            where.number,
-        )
-        record.directory = self.root / where.step_rel
-        self.records[record.key] = record
-        self.save(record)
+    def save_or_later(self, record: StepRecord) -> bool:
+        """Save what is done already, and so can't be refused; where there is no room it is tried again later."""
+        try:
+            self.save(record)
+        except OSError as error:
+            log.warning("a step's manifest can't be saved yet: %s", error, extra=self.extra(record))
+            return False
+        return True
+
+    def move(self, moves: Sequence[tuple[StepRecord, StepPath | None]]) -> None:
+        """Directories of steps were renamed: to other steps, or to what is none. The tree has it so already."""
+        left = [record.key for record, _ in moves]
+        waiting = {key: self.to_checksum.pop(key, set()) for key in left}
+        for key in left:
+            self.records.pop(key, None)
+        for (record, where), key in zip(moves, left, strict=True):
+            if where is None:
+                self._discard_old_generation(record)
+                continue
+            replaced = self.at(where)
+            if replaced is not None:
+                self.forget(replaced)  # an empty directory had the name
+            manifest = record.manifest
+            manifest.namespace, manifest.step, manifest.number = where.namespace, where.step, where.number
+            record.directory = self.root / where.step_rel
+            self.records[record.key] = record
+            self.checksum_soon(record, waiting[key])
+            self.save_or_later(record)
+        # Only now: a manifest must name an old generation at every moment, or a new daemon frees it.
+        for key in left:
+            if key not in self.records:
+                delete_manifest(self.tier.meta, *key)
 
     def forget(self, record: StepRecord) -> None:
         """The step is gone from the tree: so is what we know of it."""
@@ -168,8 +190,8 @@ class StepRegistry:
                 self.invalidate(namespace, LATEST)
 
     def invalidate_inside(self, record: StepRecord, inner: str) -> None:
-        directory, _, name = f"{record.rel}/{inner}".rpartition("/")
-        self.invalidate(directory, name)
+        path = record.directory / inner
+        self.invalidate(str(path.parent.relative_to(self.root)), path.name)
 
     # --- room
 

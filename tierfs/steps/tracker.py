@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 
@@ -19,12 +19,13 @@ from tierfs.steps.completion import waits_for_last_file
 from tierfs.steps.latest import NAME as LATEST
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
+from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
 from tierfs.steps.record import StepRecord, Writer
 from tierfs.steps.registry import Key, StepRegistry
 
-#: The note of a step whose directory got its name by a rename: that rename is its writer's commit (orbax, NeMo).
-MOVED_IN = "the directory was moved into place"
+#: renameat2(2), include/uapi/linux/fs.h: both names stay and change places.
+RENAME_EXCHANGE = 2
 
 
 class Steps:
@@ -33,7 +34,9 @@ class Steps:
     def __init__(self, registry: StepRegistry) -> None:
         self.registry = registry
         self._writing: dict[int, Key] = {}
-        self._checked: dict[Key, frozenset[str]] = {}
+        self._moves = Moves(registry, self._writing)
+        #: A marker that was found good and is about to be renamed into place, and the files it names.
+        self._checked: dict[Key, tuple[str, frozenset[str]]] = {}
 
     @property
     def invalidate(self) -> Callable[[str, str], None]:
@@ -81,13 +84,14 @@ class Steps:
     def writer_closed(self, rel: str | None, nodeid: int) -> None:
         key = self._writing.pop(nodeid, None)
         record = self.registry.records.get(key) if key is not None else None
-        if record is None:
-            return
-        writer = record.writers.pop(nodeid, None)
-        record.writer_left.set()
-        record.writer_left = trio.Event()
-        record.touch()
-        self.registry.judge_soon(record)
+        writer = None
+        if record is not None:
+            writer = record.writers.pop(nodeid, None)
+            record.writer_left.set()
+            record.writer_left = trio.Event()
+            record.touch()
+            self.registry.judge_soon(record)
+        # Also where no writer was known: the file was opened elsewhere and moved in, or before this daemon began.
         where = self.registry.names.locate(rel) if rel is not None else None
         now_in = self.registry.at_or_new(where) if where is not None and where.inner else None
         if where is None or now_in is None:
@@ -118,11 +122,24 @@ class Steps:
         before = record.manifest.files.get(inner)
         record.manifest.files[inner] = entry
         if record.is_complete:
+            if before is None:
+                record.manifest.added.add(inner)
             record.manifest.bytes += entry.size_bytes - (before.size_bytes if before is not None else 0)
         record.touch()
         self.registry.checksum_soon(record, {inner})
         self.registry.judge_soon(record)
         return entry
+
+    def resume(self, nodeids: Iterable[int]) -> None:
+        """After a takeover: these inodes are open for writing. Their steps are not complete before they are closed."""
+        wanted = set(nodeids)
+        now = time.monotonic()
+        for record in self.registry.records.values() if wanted else ():
+            for inner, entry in record.manifest.files.items():
+                if entry.ino in wanted:
+                    record.writers[entry.ino] = Writer(inner, 0, now)
+                    self._writing[entry.ino] = record.key
+                    record.manifest.files[inner] = FileEntry(entry.size_bytes, entry.mtime_ns, entry.ino)
 
     # --- changes that a complete step must survive
 
@@ -155,7 +172,7 @@ class Steps:
         return await self.before_write_open(rel, pid, truncate=False)
 
     async def before_unlink(self, rel: str, pid: int) -> None:
-        self._before_removal(self.registry.names.locate(rel), pid)
+        self._before_removal(rel, pid)
 
     def after_unlink(self, rel: str) -> None:
         where = self.registry.names.locate(rel)
@@ -165,9 +182,7 @@ class Steps:
         record = self.registry.at(where)
         if record is None:
             return
-        entry = record.manifest.files.pop(where.inner, None)
-        if record.is_complete and entry is not None:
-            record.manifest.bytes -= entry.size_bytes
+        drop(record, where.inner)
         record.touch()
         self.registry.judge_soon(record)
 
@@ -175,12 +190,15 @@ class Steps:
         source, target = self.registry.names.locate(old), self.registry.names.locate(new)
         record = self.registry.at(target) if target is not None and target.inner else None
         if record is not None and target is not None and source is not None and source.step_rel == target.step_rel:
+            self._checked.pop(record.key, None)  # of a rename that failed
             marker = self.registry.rules.commit_rename(source.inner, target.inner)
-            if marker is not None:
+            if marker is not None and not flags & RENAME_EXCHANGE:
                 named = await check_commit(self.registry, record, marker, self.registry.root / old)
                 if named is not None:
-                    self._checked[record.key] = named
-        self._before_removal(source, pid)
+                    self._checked[record.key] = target.inner, named
+        self._before_removal(old, pid)
+        if flags & RENAME_EXCHANGE:
+            self._before_removal(new, pid)
         if record is not None and target is not None:
             if record.is_complete and record.is_protected(target.inner, self.registry.rules):
                 generations.begin(self.registry, record, pid)
@@ -190,9 +208,11 @@ class Steps:
             record.touch(pid)
 
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None:
-        path = self.registry.root / new
-        if path.is_dir() and not path.is_symlink():
-            self._directory_moved(old, new)
+        if flags & RENAME_EXCHANGE:
+            self._moves.exchanged(old, new)
+            return
+        if self._is_directory(new):
+            self._moves.directory_moved(old, new)
             return
         source, target = self.registry.names.locate(old), self.registry.names.locate(new)
         if source is None:
@@ -207,8 +227,8 @@ class Steps:
             return
         if target.inner not in record.open_names():
             self._seal(record, target.inner)
-        named = self._checked.pop(record.key, None)
-        if named is not None and self._makes_whole(record, target.inner):
+        checked, named = self._checked.pop(record.key, ("", frozenset()))
+        if checked == target.inner and self._makes_whole(record, target.inner):
             commit(self.registry, record, marker=target.inner, named=named)
         else:
             self.registry.judge_soon(record)
@@ -220,7 +240,8 @@ class Steps:
     def after_rmdir(self, rel: str) -> None:
         where = self.registry.names.locate(rel)
         if where is None:
-            self.registry.latest.removed_by_program(rel)
+            if rel:
+                self.registry.latest.removed_by_program(rel)
             return
         record = self.registry.at(where)
         if record is not None and where.inner == "":
@@ -268,20 +289,28 @@ class Steps:
 
     # --- parts of the above
 
-    def _before_removal(self, where: StepPath | None, pid: int) -> None:
+    def _before_removal(self, rel: str, pid: int) -> None:
+        where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None and where.inner else None
         if record is None or where is None:
             return
-        if record.is_complete and self._holds_protected(record, where.inner):
+        if record.is_complete and (
+            record.is_protected(where.inner, self.registry.rules)
+            or (self._is_directory(rel) and self._holds_protected(record, where.inner))
+        ):
             generations.begin(self.registry, record, pid)
         record.touch(pid)
 
     def _holds_protected(self, record: StepRecord, inner: str) -> bool:
-        """The file, or a file below the directory, is part of what was committed."""
-        if record.is_protected(inner, self.registry.rules):
-            return True
+        """A file below the directory is part of what was committed."""
         below = inner + "/"
-        return any(name.startswith(below) for name in record.manifest.files)
+        return any(
+            name.startswith(below) and record.is_protected(name, self.registry.rules) for name in record.manifest.files
+        )
+
+    def _is_directory(self, rel: str) -> bool:
+        path = self.registry.root / rel
+        return path.is_dir() and not path.is_symlink()
 
     def _makes_whole(self, record: StepRecord, inner: str) -> bool:
         """A marker of the whole step: not one rank's, not that of a checkpoint inside the step, and the last file."""
@@ -297,37 +326,13 @@ class Steps:
         record = self.registry.at(source)
         if record is None:
             return
-        record.manifest.files.pop(source.inner, None)
-        if target is not None and target.step_rel == source.step_rel:
-            for writer in record.writers.values():
-                if writer.inner == source.inner:
-                    writer.inner = target.inner
+        drop(record, source.inner)
+        now_in = self.registry.at_or_new(target) if target is not None else None
+        for nodeid, writer in list(record.writers.items()):
+            if writer.inner == source.inner:
+                self._moves.writer_moved(record, nodeid, now_in, target.inner if target is not None else "")
         record.touch()
         self.registry.judge_soon(record)
-
-    def _directory_moved(self, old: str, new: str) -> None:
-        namespaces = set()
-        for record in list(self.registry.records.values()):
-            if record.rel == old or record.rel.startswith(old + "/"):
-                namespaces.add(record.manifest.namespace)
-                moved = self.registry.names.locate(new + record.rel[len(old) :])
-                self.registry.move(record, moved if moved is not None and moved.inner == "" else None)
-                namespaces.add(record.manifest.namespace)
-                for nodeid in record.writers:
-                    self._writing[nodeid] = record.key
-        source, target = self.registry.names.locate(old), self.registry.names.locate(new)
-        if target is not None and target.inner == "" and self.registry.at(target) is None:
-            record_made = self.registry.at_or_new(target)
-            if record_made is not None:
-                record_made.manifest.note = MOVED_IN
-        for where in (source, target):
-            inside = self.registry.at(where) if where is not None else None
-            if inside is not None and not inside.is_complete:
-                inside.manifest.files = inside.scan()
-                inside.touch()
-                self.registry.judge_soon(inside)
-        for namespace in namespaces:
-            self.registry.update_latest(namespace)
 
     def _latest_made(self, rel: str) -> None:
         directory, _, name = rel.rpartition("/")

@@ -22,10 +22,10 @@ from tierfs.steps import generations
 from tierfs.steps.commits import commit
 from tierfs.steps.completion import judge
 from tierfs.steps.manifest import FileEntry
+from tierfs.steps.moves import MOVED_IN
 from tierfs.steps.overwrite import remove_tree
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
-from tierfs.steps.tracker import MOVED_IN
 
 log = logging.getLogger("tierfs.steps")
 
