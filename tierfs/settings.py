@@ -62,10 +62,11 @@ class RamSettings:
     """`[ram]`: the RAM tier."""
 
     huge_pages: str = setting(
-        "always",
-        "Huge pages of the tier's tmpfs. Falls back, and says so, where the kernel refuses.",
+        "auto",
+        "Huge pages of the tier's tmpfs. auto: within_size where room given ahead gets huge pages by it, so that small "
+        "files cost little, else always. Falls back, and says so, where the kernel refuses.",
         kind="choice",
-        choices=("always", "within_size", "advise", "never"),
+        choices=("auto", "always", "within_size", "advise", "never"),
     )
     noswap: bool = setting(
         True, "Keep the tier out of swap (Linux 6.4 or later; ignored, and said, where unknown).", kind="bool"

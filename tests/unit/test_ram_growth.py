@@ -81,19 +81,19 @@ def test_room_is_given_in_few_large_parts_however_little_is_left(rate: float, fr
     assert parts <= GIB // (RULES.first_extent_bytes // 2) + 1
 
 
-def test_an_empty_file_gets_its_first_extent_only_where_a_guess_is_allowed() -> None:
+def test_an_empty_file_gets_room_only_where_a_guess_is_allowed() -> None:
     assert growth.room_end(Growth(0, 0, None, 0.0), RULES, GIB) == 0
-    assert growth.room_end(Growth(0, 0, None, 0.0, may_guess=True), RULES, GIB) == RULES.first_extent_bytes
-    assert growth.room_end(Growth(0, 0, 10240, 0.0, may_guess=True), RULES, GIB) == 0
+    assert growth.room_end(Growth(0, 0, None, 0.0, guess_bytes=128 * MIB), RULES, GIB) == 128 * MIB
+    assert growth.room_end(Growth(0, 0, None, 0.0, guess_bytes=128 * MIB), RULES, 100 * MIB) == 64 * MIB
 
 
 @given(rates, st.integers(0, GIB), st.floats(0, 10))
 def test_a_rate_rises_at_once_and_lies_between_the_old_and_the_new(previous: float, grown: int, elapsed: float) -> None:
     rate = growth.blended_rate(previous, grown, elapsed)
     if elapsed > 0:
-        now = grown / elapsed
+        now = grown / max(elapsed, growth.SHORTEST_LOOK_S)
         assert min(previous, now) * 0.999 <= rate <= max(previous, now) * 1.001
-        assert rate >= now * 0.999
+        assert rate >= min(now, grown / growth.SHORTEST_LOOK_S) * 0.999
 
 
 @given(st.none() | sizes, sizes, sizes, sizes, sizes, sizes)

@@ -32,14 +32,17 @@ MEMORY_SHORT = 0.05
 
 @dataclass(frozen=True)
 class Growth:
-    """One growing shard, as last seen. `given_bytes` is the offset up to which it has room."""
+    """One growing shard, as last seen.
+
+    `given_bytes` is the offset up to which it has room, `guess_bytes` what it may get before its size says anything.
+    """
 
     size_bytes: int
     given_bytes: int
     expected_bytes: int | None
     rate: float
     quiet_s: float = 0.0
-    may_guess: bool = False
+    guess_bytes: int = 0
 
     @property
     def is_hot(self) -> bool:
@@ -57,18 +60,16 @@ class RoomRules:
 def room_end(shard: Growth, rules: RoomRules, free_bytes: int) -> int:
     """The offset up to which the shard should have room; what it has when it needs no more now.
 
-    A shard within its expected size gets all of that. Any other gets a runway, renewed when half of it is used. One
-    that `may_guess` and has nothing in it yet gets the first extent before its size says anything. Never more than is
-    free.
+    A shard within its expected size gets all of that. Any other gets a runway, renewed when half of it is used. Before
+    its size says anything it gets no more than the guess. Never more than is free.
     """
     if shard.expected_bytes is not None and shard.size_bytes <= shard.expected_bytes >= SMALL_BYTES:
         wanted = shard.expected_bytes
         if shard.size_bytes < wanted or shard.given_bytes >= wanted:
             return _within(shard, wanted, free_bytes)
-    if shard.may_guess and shard.size_bytes == shard.given_bytes == 0 and shard.expected_bytes is None:
-        return _within(shard, rules.first_extent_bytes, free_bytes)
     if shard.size_bytes < SMALL_BYTES:
-        return shard.given_bytes
+        guess = min(shard.guess_bytes, max(rules.first_extent_bytes, free_bytes // 4))
+        return _within(shard, guess, free_bytes) if guess > shard.given_bytes else shard.given_bytes
     runway = runway_bytes(shard.rate, rules, free_bytes)
     if shard.given_bytes - shard.size_bytes > runway // 2:
         return shard.given_bytes
@@ -90,7 +91,7 @@ def runway_bytes(rate: float, rules: RoomRules, free_bytes: int) -> int:
 
 def _needed_soon(shard: Growth, rules: RoomRules) -> int:
     """What a shard beyond all expectation will write within RUNWAY_S, and not less than a first extent."""
-    return int(max(shard.rate * RUNWAY_S, rules.first_extent_bytes))
+    return int(max(min(shard.rate * RUNWAY_S, rules.runway_bytes), rules.first_extent_bytes))
 
 
 def _within(shard: Growth, wanted_end: int, free_bytes: int) -> int:
@@ -126,7 +127,7 @@ def blended_rate(previous: float, grown_bytes: int, elapsed_s: float) -> float:
     """The rate after one more look. Rises at once, since being late costs speed; falls over some 0.2 s."""
     if elapsed_s <= 0:
         return previous
-    now = grown_bytes / elapsed_s
+    now = grown_bytes / max(elapsed_s, SHORTEST_LOOK_S)  # what a shorter time shows is mostly chance
     if now >= previous:
         return now
     keep = max(0.0, 1 - elapsed_s / 0.2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,12 +90,12 @@ class _Shard:
     rate: float = 0.0
     grown_at: float = field(default=0.0)
     sparse: bool = False
-    may_guess: bool = False
+    guess_bytes: int = 0
     times: tuple[int, int] | None = None  # atime and mtime in ns, once a program set them
 
     def growth(self) -> Growth:
         quiet = self.seen_at - self.grown_at
-        return Growth(self.size_bytes, self.given_bytes, self.expected_bytes, self.rate, quiet, self.may_guess)
+        return Growth(self.size_bytes, self.given_bytes, self.expected_bytes, self.rate, quiet, self.guess_bytes)
 
 
 class RamTier:
@@ -149,7 +150,7 @@ class RamTier:
             used_bytes=used,
             free_bytes=max(0, self.size_bytes - used) if self.grant is not None else state.free_bytes,
             ballast_bytes=state.held_bytes,
-            ballast_target_bytes=self._ballast.target_bytes if self._ballast is not None else 0,
+            ballast_target_bytes=min(self._ballast.target_bytes, state.free_bytes) if self._ballast is not None else 0,
             files=state.files,
             files_free=state.files_free,
         )
@@ -163,23 +164,28 @@ class RamTier:
             found.append(RamProblem("warning", self._ballast.problem))
         return found
 
-    def begin_shard(self, nodeid: int, fd: int, expected_bytes: int | None) -> None:
+    def begin_shard(self, nodeid: int, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
         """A file was opened for writing, and nobody had it open for writing before. Returns within some 5 ms.
 
         Room for `expected_bytes` is made: a first part now, the rest by `run`. When nobody knows the size, room comes
-        once the file shows that it grows, so that small files cost nothing. `fd` must be writable; it is duplicated.
+        once the file shows that it grows, so that small files cost nothing; at once if it is `likely_large`, say by its
+        name. `fd` must be writable; it is duplicated.
         """
         now = time.monotonic()
         shard = self._shards.get(nodeid)
         if shard is not None:
             shard.expected_bytes = expected_bytes or shard.expected_bytes
             return
-        size = os.fstat(fd).st_size
-        shard = _Shard(nodeid, os.dup(fd), time.time(), size, size, expected_bytes, seen_at=now, grown_at=now)
+        state = os.fstat(fd)
+        size, given = state.st_size, max(state.st_size, state.st_blocks * 512)  # a daemon before us may have given room
+        shard = _Shard(nodeid, os.dup(fd), time.time(), size, given, expected_bytes, seen_at=now, grown_at=now)
+        if expected_bytes is None and likely_large:
+            shard.guess_bytes = max(self._rules.runway_bytes, self._rules.first_extent_bytes)
         self._shards[nodeid] = shard
-        end = growth.room_end(shard.growth(), self._rules, _BEGIN_BYTES)
+        end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
         if end > shard.given_bytes:
-            end = min(end, shard.given_bytes + int(self._begin_rate * _BEGIN_S) // HUGE_PAGE * HUGE_PAGE)
+            at_once = min(_BEGIN_BYTES, int(self._begin_rate * _BEGIN_S) // HUGE_PAGE * HUGE_PAGE)
+            end = min(end, shard.given_bytes + at_once)
             self._give_at_once(shard, end)
         self._wake.set()
 
@@ -203,6 +209,36 @@ class RamTier:
             self._note_full(shard, HUGE_PAGE, free)
         if shard is not self._busy:  # Else a thread is giving it room, and `_give` ends it after that.
             self._finish(shard)
+
+    async def trim_leftovers(self) -> int:
+        """Take back room that an earlier daemon gave to shards whose writers closed while no daemon was there.
+
+        To be called after a takeover, once `begin_shard` was called for every file that still has a writer: those are
+        left alone. Returns the bytes gained.
+        """
+        gained = 0
+        for top in (self.root, self.generations):
+            for directory, _, names in os.walk(top):
+                for name in names:
+                    gained += self._trim_leftover(Path(directory) / name)
+                await trio.lowlevel.checkpoint()
+        if gained:
+            self.released_room()
+        return gained
+
+    def _trim_leftover(self, path: Path) -> int:
+        try:
+            state = path.lstat()
+            is_over = stat.S_ISREG(state.st_mode) and state.st_blocks * 512 > -(-state.st_size // _PAGE) * _PAGE
+            if not is_over or state.st_ino in self._shards:
+                return 0
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                return self._room.trim(fd)
+            finally:
+                os.close(fd)
+        except OSError:  # gone meanwhile, or not ours to write
+            return 0
 
     def released_room(self) -> None:
         """Something was deleted: the room that it held becomes ballast again while its pages are warm."""
@@ -260,12 +296,13 @@ class RamTier:
         Small files are closed before that, and not many files a second get one, or unpacking an archive of small
         files would cost more in room moved about than in writing.
         """
-        if shard.may_guess or shard.size_bytes or shard.expected_bytes is not None or now - shard.grown_at < _GUESS_S:
+        known = shard.guess_bytes or shard.size_bytes or shard.expected_bytes is not None
+        if known or now - shard.grown_at < _GUESS_S:
             return
         self._guesses = [moment for moment in self._guesses if now - moment < 1]
         if len(self._guesses) < _GUESSES_A_SECOND:
             self._guesses.append(now)
-            shard.may_guess = True
+            shard.guess_bytes = self._rules.first_extent_bytes
 
     async def _give(self, shard: _Shard, limiter: trio.CapacityLimiter) -> None:
         if shard.sparse or shard.times or self.grant is None:
@@ -327,10 +364,11 @@ class RamTier:
         if self._full is not None and (self._full[0].severity, self._full[0].path) == (severity, path):
             return
         state = "is full" if severity == "error" else f"runs full ({format_size(free_bytes)} left)"
+        fate = "gets ENOSPC" if severity == "error" else "will get ENOSPC when that is used"
         message = (
             f"the RAM tier of {format_size(self.size_bytes)} {state} while {path} grows "
             f"({format_size(shard.size_bytes)} so far, {format_size(missing_bytes)} short) and nothing may be evicted: "
-            "its writer gets ENOSPC; evict or unpin a step, keep fewer steps, or mount with a larger size"
+            f"its writer {fate}; evict or unpin a step, keep fewer steps, or mount with a larger size"
         )
         self._full = (RamProblem(severity, message, path), missing_bytes)
         log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", message)
