@@ -35,14 +35,15 @@ async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marke
         registry.problem("warning", f"{error.message}; the step stays incomplete", record.rel)
         log.warning("%s", error.message, extra=registry.extra(record, marker.name))
         return None
+    directory = f"{marker.directory}/" if marker.directory else ""
+    named = frozenset(directory + name for name in content.files)
     with trio.move_on_after(CLOSE_GRACE_S):
-        while shortfall(record, marker, content).still_open:
+        while not named.isdisjoint(record.open_names()):
             await record.writer_left.wait()
     lacking = shortfall(record, marker, content)
     if not lacking:
-        directory = f"{marker.directory}/" if marker.directory else ""
         registry.crash("commit:checked")
-        return frozenset(directory + name for name in content.files)
+        return named
     sentence = lacking.sentence()
     message = (
         f"commit of {record.rel} refused: {sentence}. The step stays incomplete, older steps stay whole; save it again"
@@ -64,10 +65,15 @@ async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marke
 def commit(
     registry: StepRegistry, record: StepRecord, *, marker: str | None, named: frozenset[str], note: str = ""
 ) -> None:
-    """The step is whole: say so in the manifest, let go of the old generation, and move `latest`."""
+    """The step is whole: say so in the manifest, let go of the old generation, and move `latest`.
+
+    Doesn't fail: what made the step whole has happened. Where the manifest can't be saved (ENOSPC), the old generation
+    goes first, which makes room; where a daemon dies just then, its successor finds the step whole by its marker.
+    """
     manifest = record.manifest
     current = manifest.overwrite
     old_directory = registry.old_directory(record)
+    old_bytes = sum(entry.size_bytes for entry in current.old_files.values()) if current is not None else 0
     manifest.files = {
         inner: entry
         for inner, entry in record.scan().items()
@@ -82,11 +88,12 @@ def commit(
     manifest.completed_at = time.time()
     manifest.overwrite = None
     manifest.note = note
+    record.only_looked.clear()
     registry.crash("commit:renamed")
-    registry.save(record)
+    registry.save_or_later(record)
     registry.crash("commit:saved")
     if old_directory is not None:
-        registry.discard(old_directory)
+        registry.discard(old_directory, size_bytes=old_bytes)
     registry.checksum_soon(
         record, {inner for inner, entry in manifest.files.items() if entry.sealed and entry.checksum is None}
     )

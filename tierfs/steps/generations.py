@@ -42,7 +42,7 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
         old_files={inner: _with_checksum(link, manifest.files.get(inner)) for inner, link in links.items()},
         removed_only=True,
     )
-    manifest.changed_at = time.time()
+    record.touch()
     try:
         registry.save(record)
     except OSError:
@@ -82,9 +82,11 @@ def remove_old_markers(registry: StepRegistry, record: StepRecord) -> None:
     if current is None or current.removed_only:
         return
     for inner in current.old_files:
-        if registry.rules.match(inner) is not None and record.is_of_old_generation(inner):
-            with overwrite.keeping_times((record.directory / inner).parent):
-                (record.directory / inner).unlink()
+        if registry.rules.match(inner) is not None:
+            if record.is_of_old_generation(inner):
+                with overwrite.keeping_times((record.directory / inner).parent):
+                    (record.directory / inner).unlink()
+            # Also what is gone already: a daemon that died may have removed it and not said so.
             registry.invalidate_inside(record, inner)
 
 
@@ -148,6 +150,7 @@ def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:
         manifest.completed_at = None
         manifest.files = record.scan()
         more = f" and {len(removed) - 4} more" if len(removed) > 4 else ""
+        manifest.added.clear()
         manifest.note = f"no longer complete: {', '.join(removed[:4])}{more} removed by a program"
     else:
         markers = frozenset(inner for inner in current.old_files if registry.rules.match(inner) is not None)
@@ -155,13 +158,15 @@ def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:
             registry.invalidate_inside(record, inner)
         regular = record.scan()
         manifest.files = {inner: entry for inner, entry in current.old_files.items() if inner in regular}
+        manifest.added &= manifest.files.keys()
         manifest.note = f"an overwrite was given up ({why}) and generation {manifest.generation} put back"
     manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
     manifest.overwrite = None
     record.first_write_at = None
+    record.only_looked.clear()
     registry.crash("put-back:done")
-    registry.save(record)
-    registry.discard(old_directory)
+    record.superseded.append(old_directory)
+    registry.save_or_later(record)
     log.warning("%s", manifest.note, extra=registry.extra(record))
     registry.lines.write(manifest.namespace, manifest.note, level="WARNING", step=manifest.number)
     registry.update_latest(manifest.namespace)

@@ -63,6 +63,14 @@ class StepRecord:
     #: Participants of the overwrite that only looked, as far as this daemon knows.
     only_looked: set[int] = field(default_factory=set)
     unsaved: bool = False
+    #: Trees that go once the manifest is saved that no longer names them.
+    superseded: list[Path] = field(default_factory=list)
+    #: Counts the changes, and when the last one was (time.monotonic: the clock may be set at any time).
+    changes: int = 0
+    touched_at: float = field(default_factory=time.monotonic)
+    #: Not judged and not saved before: both cost time by the number of files.
+    judge_after: float = 0.0
+    save_after: float = 0.0
     first_write_at: float | None = None
     writer_left: trio.Event = field(default_factory=trio.Event)
     lock: trio.Lock = field(default_factory=trio.Lock)
@@ -102,10 +110,17 @@ class StepRecord:
     def touch(self, pid: int = 0) -> None:
         """Something in the step changed; `pid` did it (0: unknown)."""
         self.manifest.changed_at = time.time()
+        self.touched_at = time.monotonic()
+        self.changes += 1
         self.unsaved = True
         current = self.manifest.overwrite
         if current is not None and pid > 0:
             self._joins(current.participants, pid)
+
+    @property
+    def idle_s(self) -> float:
+        """How long ago the last change was."""
+        return time.monotonic() - self.touched_at
 
     def participants_with(self, pid: int) -> dict[str, int]:
         """Who takes part in an overwrite that `pid` begins now."""
@@ -171,7 +186,7 @@ class StepRecord:
 
     def is_written_by_dcp(self) -> bool:
         """True when the step holds files that only DCP makes, so that a marker is to be expected."""
-        return any(is_data_file_name(PurePosixPath(inner).name) is not None for inner in self.scan())
+        return any(is_data_file_name(inner.rpartition("/")[2]) is not None for inner in list(self.manifest.files))
 
     def scan(self) -> dict[str, FileEntry]:
         """The regular files that are there now. What is known of an unchanged inode (its checksum) is kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import trio
@@ -29,6 +29,11 @@ from tierfs.steps.retention import StepFacts, choose_evictions
 log = logging.getLogger("tierfs.steps")
 
 Key = tuple[str, str]
+
+#: What isn't urgent in a manifest is saved at most so often, and never takes more than one part in so many of the time.
+SAVE_EVERY_S = 1.0
+SHARE_OF_TIME = 20
+SAVE_AGAIN_S = 5.0
 
 #: Refusals and give-ups that `status` shows; the log has them all.
 PROBLEMS_KEPT = 50
@@ -59,6 +64,9 @@ class StepRegistry:
         self.to_judge: set[Key] = set()
         self.to_checksum: dict[Key, set[str]] = {}
         self.wake = trio.Event()
+        #: What a new daemon changed before it could tell the kernel; `Upkeep.run` tells it.
+        self.untold: list[tuple[str, str]] = []
+        self._being_freed: dict[str, int] = {}
 
     # --- finding
 
@@ -96,8 +104,13 @@ class StepRegistry:
     def save(self, record: StepRecord) -> None:
         """Raises OSError (ENOSPC); what was saved before stays."""
         record.unsaved = True
+        began = time.monotonic()
         save_manifest(self.tier.meta, record.manifest)
         record.unsaved = False
+        ended = time.monotonic()
+        record.save_after = ended + max(SAVE_EVERY_S, SHARE_OF_TIME * (ended - began))
+        while record.superseded:
+            self.discard(record.superseded.pop())
 
     def save_or_later(self, record: StepRecord) -> bool:
         """Save what is done already, and so can't be refused; where there is no room it is tried again later."""
@@ -105,6 +118,7 @@ class StepRegistry:
             self.save(record)
         except OSError as error:
             log.warning("a step's manifest can't be saved yet: %s", error, extra=self.extra(record))
+            record.save_after = time.monotonic() + SAVE_AGAIN_S
             return False
         return True
 
@@ -139,23 +153,32 @@ class StepRegistry:
         self.to_judge.discard(record.key)
         delete_manifest(self.tier.meta, *record.key)
         self._discard_old_generation(record)
+        while record.superseded:
+            self.discard(record.superseded.pop())
         self.clear_problems(record.rel)
         self.tier.released_room()
         self.update_latest(record.manifest.namespace)
 
     def remove(self, record: StepRecord) -> None:
         """Take a step out of the tree at once; its bytes are freed in the background."""
-        self.discard(record.directory)
+        self.discard(record.directory, size_bytes=record.manifest.bytes)
         self.invalidate(record.manifest.namespace, record.manifest.step)
         self.forget(record)
 
-    def discard(self, path: Path) -> None:
-        """Move a tree to the trash; the background work frees it. Gone already is fine."""
+    def discard(self, path: Path, *, size_bytes: int = 0) -> None:
+        """Move a tree to the trash; the background work frees it (`freed`). Gone already is fine."""
+        name = uuid.uuid4().hex
         try:
-            path.rename(self.tier.trash / uuid.uuid4().hex)
+            path.rename(self.tier.trash / name)
         except FileNotFoundError:
             return
+        self._being_freed[name] = size_bytes
         self.wake.set()
+
+    def freed(self, name: str) -> None:
+        """What lay in the trash under this name is gone."""
+        self._being_freed.pop(name, None)
+        self.tier.released_room()
 
     def old_directory(self, record: StepRecord) -> Path | None:
         """Where the generation lies that was set aside."""
@@ -196,7 +219,25 @@ class StepRegistry:
     # --- room
 
     def make_room(self, wanted_bytes: int, *, sparing: StepRecord | None = None) -> bool:
-        """Evict what retention allows until so many bytes are (or will soon be) free; True when something went."""
+        """Evict what retention allows until so many bytes are free; True when something went, or is going already."""
+        coming_bytes = sum(self._being_freed.values())
+        wanted_bytes = max(0, wanted_bytes - coming_bytes)
+        busy: dict[Key, int] = {} if sparing is None else {sparing.key: 1}
+        while True:
+            chosen = self._choose(wanted_bytes, busy)
+            # Counting handles takes time by the number of files, so it is done for those that would go.
+            handles = {record.key: self.handles_in(record) for _, record in chosen}
+            if not any(handles.values()):
+                break
+            busy |= {key: count for key, count in handles.items() if count}
+        for fact, record in chosen:
+            self.lines.write(
+                fact.namespace, f"evicted, {fact.bytes} bytes: newer steps need the room", step=fact.number
+            )
+            self.remove(record)
+        return bool(chosen) or coming_bytes > 0
+
+    def _choose(self, wanted_bytes: int, handles: Mapping[Key, int]) -> list[tuple[StepFacts, StepRecord]]:
         facts = {
             StepFacts(
                 namespace=record.manifest.namespace,
@@ -205,22 +246,17 @@ class StepRegistry:
                 completed_at=record.manifest.completed_at,
                 bytes=record.manifest.bytes,
                 pinned=record.manifest.pinned,
-                open_handles=self.handles_in(record) if record is not sparing else 1,
+                open_handles=handles.get(record.key, 0),
                 only_copy_owed=False,
-                state="complete" if record.is_complete else "writing",
+                state="complete",
             ): record
             for record in self.records.values()
+            if record.is_complete
         }
         chosen = choose_evictions(
             list(facts), lambda namespace: self.settings.for_namespace(namespace).retention, wanted_bytes
         )
-        for fact in chosen:
-            record = facts[fact]
-            self.lines.write(
-                fact.namespace, f"evicted, {fact.bytes} bytes: newer steps need the room", step=fact.number
-            )
-            self.remove(record)
-        return bool(chosen)
+        return [(fact, facts[fact]) for fact in chosen]
 
     def make_room_for_next(self, namespace: str, *, sparing: StepRecord | None = None) -> None:
         """Room for another step of the last one's size, before it is needed."""

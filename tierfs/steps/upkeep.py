@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,12 +20,12 @@ from tierfs.checksum import ChecksumStopped, FileChecksum, checksum_fd
 from tierfs.settings import StepSettings
 from tierfs.steps import generations
 from tierfs.steps.commits import commit
-from tierfs.steps.completion import judge
+from tierfs.steps.completion import Verdict, judge
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.moves import MOVED_IN
 from tierfs.steps.overwrite import remove_tree
 from tierfs.steps.record import StepRecord
-from tierfs.steps.registry import StepRegistry
+from tierfs.steps.registry import Key, StepRegistry
 
 log = logging.getLogger("tierfs.steps")
 
@@ -34,6 +34,13 @@ TICK_S = 1.0
 #: An overwrite is not given up within this after its last change, though its processes are gone: a script may
 #: copy a step file by file, each by a process of its own.
 SETTLE_S = 5.0
+#: A step is judged at most one part in so many of the time: with its marker among the first of many files that are
+#: copied in, each file that is closed asks for it.
+JUDGE_SHARE = 10
+#: A step with a marker for each rank has no last file: it is complete when no rank went on for so long.
+PER_RANK_SETTLE_S = 1.0
+#: After a failure that nobody expected.
+RETRY_S = 10.0
 #: Checksums wait until nothing was open for writing for so long, but not longer than the second figure.
 QUIET_S = 0.2
 PATIENCE_S = 30.0
@@ -48,62 +55,105 @@ class Upkeep:
         # One thread of its own for checksums, since niceness belongs to a thread and can't always be taken back.
         self._patient = ThreadPoolExecutor(1, thread_name_prefix="checksum", initializer=_ask_for_little)
         self._stopping = False
+        self._not_before: dict[Key, float] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled. A failure in one round is logged and the next round tries again."""
+        """Runs until cancelled. Begun when the kernel can be told of changes."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._judging)
                 nursery.start_soon(self._checksumming)
                 nursery.start_soon(self._emptying_trash)
+                nursery.start_soon(self._stop_checksum_when_cancelled)
+                for directory, name in self.registry.untold:
+                    self.registry.invalidate(directory, name)
+                self.registry.untold.clear()
                 task_status.started()
         finally:
-            self._stopping = True
             self._patient.shutdown(wait=False, cancel_futures=True)
 
     # --- judging
 
     async def _judging(self) -> None:
+        wait_s = TICK_S
         while True:
-            with trio.move_on_after(TICK_S):
+            with trio.move_on_after(wait_s):
                 await self.registry.wake.wait()
             self.registry.wake = trio.Event()
-            try:
-                await self._round()
-            except OSError:
-                log.exception("upkeep of steps failed; it is tried again")
-                await trio.sleep(TICK_S)
+            wait_s = await self._round()
 
-    async def _round(self) -> None:
+    async def _round(self) -> float:
+        """Look at every step once; returns after how many seconds something is due at the latest."""
         registry = self.registry
-        while registry.to_judge:
-            record = registry.records.get(registry.to_judge.pop())
-            if record is not None and not record.is_complete:
-                await self._judge(record)
-        registry.sweep_latest()
-        for record in list(registry.records.values()):
-            if record.key not in registry.records:
+        for key in list(registry.to_judge):
+            record = registry.records.get(key)
+            if record is not None and not record.is_complete and time.monotonic() < record.judge_after:
                 continue
-            self._time_out(record)
-            if record.unsaved and record.key in registry.records:
-                registry.save(record)
+            registry.to_judge.discard(key)
+            if record is not None and not record.is_complete and self._may_try(record):
+                began = time.monotonic()
+                with self._tried_again(record):
+                    await self._judge(record)
+                ended = time.monotonic()
+                record.judge_after = max(record.judge_after, ended + JUDGE_SHARE * (ended - began))
+        for record in list(registry.records.values()):
+            if registry.records.get(record.key) is record and self._may_try(record):
+                with self._tried_again(record):
+                    self._time_out(record)
+                    due = record.unsaved and time.monotonic() >= record.save_after
+                    if due and registry.records.get(record.key) is record:
+                        registry.save_or_later(record)
+        now = time.monotonic()
+        judged = [registry.records[key].judge_after for key in registry.to_judge if key in registry.records]
+        saved = [record.save_after for record in registry.records.values() if record.unsaved]
+        return min([TICK_S, *(at - now for at in judged + saved if at > now)])
+
+    def _may_try(self, record: StepRecord) -> bool:
+        return time.monotonic() >= self._not_before.get(record.key, 0.0)
+
+    @contextlib.contextmanager
+    def _tried_again(self, record: StepRecord) -> Iterator[None]:
+        """What fails for one step is logged and tried again later; the others and the mount go on."""
+        try:
+            yield
+        except Exception:
+            self._not_before[record.key] = time.monotonic() + RETRY_S
+            self.registry.judge_soon(record)
+            log.exception(
+                "looking after a step failed; tried again in %.0f s", RETRY_S, extra=self.registry.extra(record)
+            )
+        else:
+            self._not_before.pop(record.key, None)
 
     async def _judge(self, record: StepRecord) -> None:
         manifest = record.manifest
-        if manifest.note != MOVED_IN and not any(self.registry.rules.match(inner) for inner in manifest.files):
-            return  # nothing there that could complete it: no need to look at its files
-        changed_at = manifest.changed_at
-        verdict = await trio.to_thread.run_sync(judge, record, self.registry.rules, limiter=self._limiter)
+        changes = record.changes
+        verdict = await trio.to_thread.run_sync(self._verdict, record, limiter=self._limiter)
         if self.registry.records.get(record.key) is not record or record.is_complete:
             return
-        if manifest.changed_at != changed_at:
+        if record.changes != changes:
             self.registry.judge_soon(record)  # judged while it changed: once more
-            await trio.sleep(0.01)
-            return
-        if verdict.marker is not None:
-            commit(self.registry, record, marker=verdict.marker, named=verdict.named)
-        elif record.manifest.note == MOVED_IN and not record.writers and not await self._is_dcp(record):
-            commit(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
+        elif verdict.marker is not None:
+            marker = self.registry.rules.match(verdict.marker)
+            if marker is not None and marker.kind == "dcp-per-rank" and record.idle_s < PER_RANK_SETTLE_S:
+                self._judge_later(record, PER_RANK_SETTLE_S)
+            else:
+                commit(self.registry, record, marker=verdict.marker, named=verdict.named)
+        elif manifest.note == MOVED_IN and not await self._is_dcp(record) and record.changes == changes:
+            if self.registry.handles_in(record):
+                self._judge_later(record, TICK_S)
+            else:
+                commit(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
+
+    def _verdict(self, record: StepRecord) -> Verdict:
+        """In a thread: by the number of files."""
+        if not any(self.registry.rules.match(inner) for inner in list(record.manifest.files)):
+            return Verdict(why_not="no marker yet")
+        return judge(record, self.registry.rules)
+
+    def _judge_later(self, record: StepRecord, seconds: float) -> None:
+        record.judge_after = time.monotonic() + seconds
+        self.registry.to_judge.add(record.key)
 
     async def _is_dcp(self, record: StepRecord) -> bool:
         return await trio.to_thread.run_sync(record.is_written_by_dcp, limiter=self._limiter)
@@ -112,7 +162,7 @@ class Upkeep:
 
     def _time_out(self, record: StepRecord) -> None:
         settings = self.registry.settings.for_namespace(record.manifest.namespace).steps
-        idle_s = time.time() - record.manifest.changed_at
+        idle_s = record.idle_s
         if record.writers or record.lock.locked():
             return
         current = record.manifest.overwrite
@@ -156,10 +206,13 @@ class Upkeep:
     def _nothing_changed(self, record: StepRecord) -> bool:
         """A file was opened for writing and closed as it was: every file has its old size and time."""
         current = record.manifest.overwrite
-        if current is None or current.removed_only:
+        if current is None:
             return False
         for inner, old in current.old_files.items():
             if self.registry.rules.match(inner) is not None:
+                # A hidden marker says nothing; one that a program removed or replaced does.
+                if current.removed_only and not record.is_of_old_generation(inner):
+                    return False
                 continue
             try:
                 info = os.lstat(record.directory / inner)
@@ -170,6 +223,12 @@ class Upkeep:
         return True
 
     # --- checksums
+
+    async def _stop_checksum_when_cancelled(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._stopping = True
 
     async def _checksumming(self) -> None:
         while True:
@@ -218,7 +277,7 @@ class Upkeep:
             for path in list(trash.iterdir()):
                 with contextlib.suppress(OSError):
                     await trio.to_thread.run_sync(remove_tree, path, limiter=self._limiter)
-                self.registry.tier.released_room()
+                    self.registry.freed(path.name)
             with trio.move_on_after(TICK_S):
                 await self.registry.wake.wait()
             await trio.sleep(0.01)
