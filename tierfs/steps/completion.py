@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from tierfs.errors import MarkerUnreadable
+from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import (
     Marker,
     MarkerContent,
@@ -97,8 +98,8 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
         and not record.is_of_old_generation(inner)
     }
     last = next((name for pattern, name in LAST_FILES if pattern.fullmatch(record.manifest.step)), None)
-    if last is not None and last not in here:
-        return Verdict(why_not=f"waits for {last}")
+    if last is not None:
+        return _judge_by_last_file(record, rules, last, here)
     per_rank = {marker.rank: inner for inner, marker in markers.items() if marker.kind == "dcp-per-rank"}
     named: set[str] = set()
     why_not = "no marker yet"
@@ -109,8 +110,6 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
         if verdict.marker is not None:
             return verdict
         why_not = verdict.why_not
-    if last is not None and last in here and not record.writers and not record.is_of_old_generation(last):
-        return Verdict(last, frozenset(here))
     if per_rank:
         ranks = {rank for name in here if (rank := is_data_file_name(PurePosixPath(name).name)) is not None}
         without = sorted(ranks - per_rank.keys())
@@ -125,6 +124,23 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
             named |= verdict.named
         return Verdict(per_rank[min(rank for rank in per_rank if rank is not None)], frozenset(named))
     return Verdict(why_not=why_not)
+
+
+def _judge_by_last_file(record: StepRecord, rules: MarkerRules, last: str, here: dict[str, FileEntry]) -> Verdict:
+    """Complete with its last file, unless a marker in it (also of a checkpoint inside the step) lacks something."""
+    if last not in here:
+        return Verdict(why_not=f"waits for {last}")
+    if record.is_of_old_generation(last):
+        return Verdict(why_not=f"waits for {last} to be written again")
+    if record.writers:
+        return Verdict(why_not="files are open for writing")
+    for inner in here:
+        marker = rules.match(inner)
+        if marker is not None and not record.is_of_old_generation(inner):
+            verdict = _check(record, inner, marker)
+            if verdict.marker is None:
+                return verdict
+    return Verdict(last, frozenset(here))
 
 
 def _check(record: StepRecord, inner: str, marker: Marker) -> Verdict:
