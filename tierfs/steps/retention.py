@@ -34,20 +34,32 @@ def choose_evictions(
 
     First those above a namespace's `ram_max_steps`, whatever is wanted; then, while bytes are wanted, the longest
     completed of all namespaces among those beyond their namespace's newest `ram_steps`. Newest means completed last,
-    not the highest number: training that goes back to an older step is newest there. Never a step that is pinned,
-    open, owed to a slower tier, or not complete; but each complete one counts as one of the newest.
+    not the highest number: training that goes back to an older step is newest there. But `latest` names the highest
+    number, and what it names counts as the second newest, so that no other step stays in its stead but the one that
+    was completed last; and of all that may go it goes last. Never a step that is pinned, open, owed to a slower tier,
+    or not complete; but each complete one counts as one of the newest.
     """
+    named_by_latest: set[StepFacts] = set()
     surplus: list[StepFacts] = []
     spare: list[StepFacts] = []
     for namespace, newest_first in _complete_by_namespace(steps).items():
         policy = policies(namespace)
+        highest = max(newest_first, key=lambda facts: (facts.number, _age(facts)))
+        named_by_latest.add(highest)
+        if highest is not newest_first[0]:
+            newest_first.remove(highest)
+            newest_first.insert(1, highest)
         most = policy.ram_max_steps if policy.ram_max_steps > 0 else len(newest_first)
         # A maximum below `ram_steps` is the stronger of the two: it says never.
         surplus += newest_first[most:]
         spare += newest_first[max(0, policy.ram_steps) : most]
-    chosen = sorted(filter(_may_go, surplus), key=_age)
+
+    def last_comes_latest(facts: StepFacts) -> tuple[bool, tuple[float, int, str, str]]:
+        return facts in named_by_latest, _age(facts)
+
+    chosen = sorted(filter(_may_go, surplus), key=last_comes_latest)
     freed = sum(facts.bytes for facts in chosen)
-    for facts in sorted(filter(_may_go, spare), key=_age):
+    for facts in sorted(filter(_may_go, spare), key=last_comes_latest):
         if freed >= wanted_bytes:
             break
         # A step without bytes here (all of it stubs) would be lost from view for nothing.
