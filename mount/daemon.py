@@ -72,6 +72,7 @@ class Daemon:
         raise_descriptor_limit()
         self.filesystem = TierFs(self.tier, self.channel, self.steps)
         if takeover:
+            self.steps.resume(nodeid for nodeid, _, handles in self.channel.open_nodes() if handles.writers)
             self.filesystem.resume_open_files()
         operations = Operations(instance, record, self.registry, self.channel, path_of=self.filesystem.nodes.path)
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)

@@ -7,7 +7,8 @@ import os
 
 from tierfs.steps import generations
 from tierfs.steps.latest import NAME as LATEST
-from tierfs.steps.manifest import load_all, remove_unfinished
+from tierfs.steps.manifest import delete_manifest, load_all, remove_unfinished
+from tierfs.steps.names import StepPath
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 
@@ -18,20 +19,31 @@ def recover(registry: StepRegistry) -> None:
     """Fill an empty registry. Blocking, before requests are served; a step of a thousand files takes milliseconds.
 
     What is done half is done again or undone: an overwrite goes on (its writers may live), old generations that no
-    manifest names are freed, steps whose directory is gone are forgotten. Every step that is not complete is judged.
+    manifest names are freed, steps whose directory is gone are forgotten (or found under a new name, where a rename
+    came through and nobody noted it). Every step that is not complete is judged. What the kernel may still remember
+    differently is left in `registry.untold`.
     """
+    tell, registry.invalidate = registry.invalidate, lambda directory, name: registry.untold.append((directory, name))
+    try:
+        _recover(registry)
+    finally:
+        registry.invalidate = tell
+
+
+def _recover(registry: StepRegistry) -> None:
     remove_unfinished(registry.tier.meta)
     manifests, problems = load_all(registry.tier.meta)
     for problem in problems:
         # The tree still holds the files: the step is found again below, and judged by its marker.
         log.warning("%s; the step is judged anew by its marker", problem.message)
         problem.path.unlink(missing_ok=True)
+    missed: list[StepRecord] = []
     for manifest in manifests:
         record = StepRecord(manifest, registry.root / manifest.namespace / manifest.step)
-        registry.records[record.key] = record
         if not record.directory.is_dir() or record.directory.is_symlink():
-            registry.forget(record)
+            missed.append(record)
         else:
+            registry.records[record.key] = record
             _check(registry, record)
     for rel in _step_directories(registry):
         where = registry.names.locate(rel)
@@ -39,6 +51,9 @@ def recover(registry: StepRegistry) -> None:
             found = registry.at_or_new(where)
             if found is not None:
                 found.manifest.files = found.scan()
+                _recognise(registry, found, where, missed)
+    for record in missed:
+        delete_manifest(registry.tier.meta, *record.key)
     _discard_unnamed(registry)
     for record in registry.records.values():
         if not record.is_complete:
@@ -48,6 +63,20 @@ def recover(registry: StepRegistry) -> None:
         )
     for namespace in {namespace for namespace, _ in registry.records}:
         registry.update_latest(namespace)
+        registry.invalidate(namespace, LATEST)
+
+
+def _recognise(registry: StepRegistry, found: StepRecord, where: StepPath, missed: list[StepRecord]) -> None:
+    """A step that nobody knows may be a known one under a new name: then it holds the same inodes."""
+    inodes = {entry.ino for entry in found.manifest.files.values()}
+    for record in missed:
+        current = record.manifest.overwrite
+        known = [*record.manifest.files.values(), *(current.old_files.values() if current is not None else ())]
+        if any(entry.ino in inodes for entry in known):
+            missed.remove(record)
+            registry.move([(record, where)])
+            _check(registry, record)
+            return
 
 
 def _check(registry: StepRegistry, record: StepRecord) -> None:
@@ -56,6 +85,8 @@ def _check(registry: StepRegistry, record: StepRecord) -> None:
     if manifest.overwrite is not None and old_directory is not None:
         if old_directory.is_dir():
             generations.remove_old_markers(registry, record)
+            for inner in manifest.overwrite.old_files:
+                registry.invalidate_inside(record, inner)
         else:
             # The manifest says that a generation was set aside, and it is not there: nothing can be put back.
             manifest.overwrite = None
@@ -66,12 +97,22 @@ def _check(registry: StepRegistry, record: StepRecord) -> None:
         manifest.files = record.scan()
         return
     here = record.scan()
-    lost = [name for name, entry in manifest.files.items() if name not in here or here[name].ino != entry.ino]
-    if lost:
+    lost = [
+        name
+        for name, entry in manifest.files.items()
+        if record.is_protected(name, registry.rules) and (name not in here or here[name].ino != entry.ino)
+    ]
+    if not lost:
+        # Other files may have come, gone and been replaced since the manifest was saved.
+        manifest.added = (manifest.added | (here.keys() - manifest.files.keys())) & here.keys()
+        manifest.files = here
+        manifest.bytes = sum(entry.size_bytes for entry in here.values())
+    else:
         manifest.state = "writing"
         manifest.completed_at = None
         manifest.note = f"no longer complete: {', '.join(sorted(lost)[:4])} changed while no daemon ran"
         manifest.files = here
+        manifest.added.clear()
         record.unsaved = True
         log.warning("%s", manifest.note, extra=registry.extra(record))
 
@@ -84,7 +125,7 @@ def _step_directories(registry: StepRegistry) -> list[str]:
         directory = pending.pop()
         with os.scandir(registry.root / directory) as entries:
             for entry in entries:
-                if entry.name == LATEST or not entry.is_dir(follow_symlinks=False):
+                if not entry.is_dir(follow_symlinks=False):
                     continue
                 rel = f"{directory}/{entry.name}" if directory else entry.name
                 where = registry.names.locate(rel)
