@@ -31,12 +31,13 @@ class CrashPoints:
 
     def __init__(self, setting: str, notes: Path) -> None:
         name, _, nth = (setting, "", "1") if setting in POINTS else setting.rpartition(":")
-        if setting and name not in POINTS:
+        if setting and (name not in POINTS or not nth.isdigit() or int(nth) < 1):
             raise SettingsError(
-                f"debug_crash_at = {setting!r}: known points are {', '.join(POINTS)}", key="debug_crash_at"
+                f"debug_crash_at = {setting!r}: known points are {', '.join(POINTS)}, and NAME:N for the Nth time",
+                key="debug_crash_at",
             )
         self._name = name
-        self._left = int(nth) if nth.isdigit() else 0
+        self._left = int(nth) if setting else 0
         self._note = notes / "%crashed"
         if setting and self._note.exists():
             self._name = ""

@@ -136,6 +136,9 @@ class StepOperations:
                     reason = None
                 else:
                     reason = await trio.to_thread.run_sync(_compare, record, inner, entry)
+                    if record.manifest.files.get(inner) is not entry or _is_being_replaced(record, inner, entry):
+                        unsealed += 1  # written again meanwhile
+                        continue
                     files += 1
                     size += entry.size_bytes
                 if reason is not None:
@@ -161,6 +164,16 @@ class StepOperations:
         if not found:
             raise NotFound(f"there is no step below {rel or 'the mount'}; `tierfs ls` shows what there is")
         return sorted(found, key=lambda record: record.rel)
+
+
+def _is_being_replaced(record: StepRecord, inner: str, entry: FileEntry) -> bool:
+    """The step is being overwritten, and the name has another inode than the sealed one."""
+    if record.manifest.overwrite is None:
+        return False
+    try:
+        return os.lstat(record.directory / inner).st_ino != entry.ino
+    except FileNotFoundError:
+        return True
 
 
 def _compare(record: StepRecord, inner: str, entry: FileEntry) -> str | None:
