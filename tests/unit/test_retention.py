@@ -55,6 +55,15 @@ def test_training_that_went_back_keeps_what_it_saved_last() -> None:
     assert chosen([step(100, at=1), step(200, at=2), step(110, at=3)], 1, keep=1) == ["run/100"]
 
 
+def test_what_latest_names_goes_last_and_a_maximum_spares_it_after_the_newest() -> None:
+    went_back = [step(100, at=1), step(50, at=2), step(60, at=3), step(70, at=4)]
+    assert chosen(went_back, 1, keep=1) == ["run/50"]
+    assert chosen(went_back, 1000, keep=1) == ["run/50", "run/60", "run/100"]
+    assert chosen(went_back, 1000, keep=3) == ["run/100"]
+    assert chosen(went_back, 0, keep=2, most=2) == ["run/50", "run/60"]
+    assert chosen(went_back, 0, keep=2, most=1) == ["run/50", "run/60", "run/100"]
+
+
 facts = st.builds(
     StepFacts,
     namespace=st.sampled_from(["a", "b/c", "d"]),
@@ -91,16 +100,24 @@ def test_nothing_protected_ever_goes_and_nothing_goes_in_vain(
         assert not one.open_handles
         assert not one.only_copy_owed
     complete = [one for one in steps if one.state == "complete" and one.completed_at is not None]
-    floor = min(keep, most) if most else keep
     for namespace in {one.namespace for one in steps}:
         newest = sorted(
             (one for one in complete if one.namespace == namespace),
             key=lambda one: (one.completed_at, one.number, one.step),
         )
-        assert not set(newest[len(newest) - floor :] if floor < len(newest) else newest) & set(evicted)
-        if most:
-            above = newest[: max(0, len(newest) - most)]
+        latest = max(newest, key=lambda one: (one.number, one.completed_at, one.step), default=None)
+        if not most:
+            assert not set(newest[-keep:] if keep else []) & set(evicted)
+        elif newest:
+            worth = list(dict.fromkeys([newest[-1], latest, *reversed(newest)]))
+            above = worth[most:]
             assert {one for one in above if not (one.pinned or one.open_handles or one.only_copy_owed)} <= set(evicted)
+            assert not set(worth[: min(keep, most)]) & set(newest[-keep:] if keep else []) & set(evicted)
+        if latest in evicted and not most:
+            before = evicted[: evicted.index(latest)]
+            spare = newest[: len(newest) - keep] if keep else newest
+            may_go = {one for one in spare if one.bytes and not (one.pinned or one.open_handles or one.only_copy_owed)}
+            assert may_go - {latest} <= set(before)
     # The last one taken was needed, unless a maximum forced it.
     if evicted and not most:
         assert sum(one.bytes for one in evicted[:-1]) < wanted

@@ -35,9 +35,9 @@ def choose_evictions(
     First those above a namespace's `ram_max_steps`, whatever is wanted; then, while bytes are wanted, the longest
     completed of all namespaces among those beyond their namespace's newest `ram_steps`. Newest means completed last,
     not the highest number: training that goes back to an older step is newest there. But `latest` names the highest
-    number, and what it names counts as the second newest, so that no other step stays in its stead but the one that
-    was completed last; and of all that may go it goes last. Never a step that is pinned, open, owed to a slower tier,
-    or not complete; but each complete one counts as one of the newest.
+    number. Of all that may go for room, what it names goes last; and under `ram_max_steps` it counts as the second
+    newest, so that only what was completed last can stay in its stead. Never a step that is pinned, open, owed to a
+    slower tier, or not complete; but each complete one counts as one of the newest.
     """
     named_by_latest: set[StepFacts] = set()
     surplus: list[StepFacts] = []
@@ -46,13 +46,13 @@ def choose_evictions(
         policy = policies(namespace)
         highest = max(newest_first, key=lambda facts: (facts.number, _age(facts)))
         named_by_latest.add(highest)
-        if highest is not newest_first[0]:
-            newest_first.remove(highest)
-            newest_first.insert(1, highest)
-        most = policy.ram_max_steps if policy.ram_max_steps > 0 else len(newest_first)
+        first, *others = newest_first
+        by_worth = list(dict.fromkeys((first, highest, *others)))
+        most = policy.ram_max_steps if policy.ram_max_steps > 0 else len(by_worth)
         # A maximum below `ram_steps` is the stronger of the two: it says never.
-        surplus += newest_first[most:]
-        spare += newest_first[max(0, policy.ram_steps) : most]
+        surplus += by_worth[most:]
+        stay = set(by_worth[:most])
+        spare += [facts for facts in newest_first[max(0, policy.ram_steps) :] if facts in stay]
 
     def last_comes_latest(facts: StepFacts) -> tuple[bool, tuple[float, int, str, str]]:
         return facts in named_by_latest, _age(facts)
