@@ -88,6 +88,7 @@ class Daemon:
                 nursery.start_soon(self._stop_when_asked)
                 await nursery.start(self.tier.run)
                 await nursery.start(self.upkeep.run)
+                nursery.start_soon(self.tier.trim_leftovers)
                 await nursery.start(self.control.run)
                 nursery.start_soon(self._tell_ready, ready_fd)
                 await pyfuse3.main()

@@ -91,9 +91,7 @@ class TierFs(pyfuse3.Operations):
 
     # -- names
 
-    async def lookup(
-        self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext
-    ) -> pyfuse3.EntryAttributes:
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         rel = self._rel(parent_inode, name)
         if rel is not None:
             self.tracker.before_lookup(rel, ctx.pid)
@@ -467,7 +465,9 @@ class TierFs(pyfuse3.Operations):
         return fd
 
     def _begin_writing(self, rel: str | None, nodeid: int, fd: int, pid: int) -> None:
-        self._files.begin_writing(nodeid, fd, None if rel is None else self.tracker.expected_size(rel))
+        expected_bytes = None if rel is None else self.tracker.expected_size(rel)
+        likely_large = rel is not None and expected_bytes is None and self.tracker.is_likely_large(rel)
+        self._files.begin_writing(nodeid, fd, expected_bytes, likely_large=likely_large)
         if rel is not None:
             self.tracker.opened_for_write(rel, nodeid, pid)
 

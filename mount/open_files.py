@@ -88,10 +88,10 @@ class OpenFiles:
             handle = b""  # a file system without handles: an unlinked open file does not survive a takeover
         self._channel.attach(nodeid, fd, handle)
 
-    def begin_writing(self, nodeid: int, fd: int, expected_bytes: int | None) -> None:
+    def begin_writing(self, nodeid: int, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
         """A writer opens the file; its shard grows from now until the last writer is gone."""
         if nodeid not in self.growing:
-            self._tier.begin_shard(nodeid, fd, expected_bytes)
+            self._tier.begin_shard(nodeid, fd, expected_bytes, likely_large=likely_large)
             self.growing.add(nodeid)
 
     def ended_writing(self, nodeid: int) -> bool:

@@ -1,10 +1,10 @@
 """Which extended attributes a program sees, and which it may set.
 
-    user.tierfs.*             made up from the state of steps; can't be set
-    user.*                    kept with the backing file
-    system.posix_acl_access   a list that says no more than the mode bits is accepted and sets them
-    system.posix_acl_default  none, and removing it succeeds in finding none
-    trusted.*, security.*     not shown: the tier keeps its own records there
+user.tierfs.*             made up from the state of steps; can't be set
+user.*                    kept with the backing file
+system.posix_acl_access   a list that says no more than the mode bits is accepted and sets them
+system.posix_acl_default  none, and removing it succeeds in finding none
+trusted.*, security.*     not shown: the tier keeps its own records there
 """
 
 from __future__ import annotations

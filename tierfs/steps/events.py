@@ -51,7 +51,13 @@ class StepTracker(Protocol):
 
     def after_rmdir(self, rel: str) -> None: ...
 
-    def expected_size(self, rel: str) -> int | None: ...
+    def expected_size(self, rel: str) -> int | None:
+        """How large the file will probably be, where that can be told."""
+        ...
+
+    def is_likely_large(self, rel: str) -> bool:
+        """True for a file that by its name is a shard, so that room is worth having before its size is known."""
+        ...
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]: ...
 
@@ -102,6 +108,9 @@ class NoSteps:
 
     def expected_size(self, rel: str) -> int | None:
         return None
+
+    def is_likely_large(self, rel: str) -> bool:
+        return False
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]:
         return {}

@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable
+from pathlib import PurePosixPath
 
 import trio
 
@@ -21,7 +22,7 @@ from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
 from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
-from tierfs.steps.record import StepRecord, Writer
+from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer
 from tierfs.steps.registry import Key, StepRegistry
 
 #: renameat2(2), include/uapi/linux/fs.h: both names stay and change places.
@@ -262,6 +263,10 @@ class Steps:
         previous = self.registry.newest_complete(where.namespace, other_than=where.step)
         entry = previous.manifest.files.get(where.inner) if previous is not None else None
         return entry.size_bytes if entry is not None else None
+
+    def is_likely_large(self, rel: str) -> bool:
+        where = self.registry.names.locate(rel)
+        return where is not None and where.inner != "" and PurePosixPath(rel).suffix in SHARD_SUFFIXES
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]:
         values = {"user.tierfs.tier": b"ram"}
