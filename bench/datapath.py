@@ -225,37 +225,48 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def settled_cpu_seconds(pid: int) -> float:
-    """The same once the process has been quiet for half a second: background work is counted too."""
-    last = -1.0
+class CpuMeter:
+    """What a piece of work costs a process: its CPU time until it rests again, less what it uses at rest."""
 
-    def is_quiet() -> bool:
-        nonlocal last
-        before, last = last, cpu_seconds(pid)
-        return last - before < 0.02
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._wait_for_rest()
+        begin = cpu_seconds(pid)
+        time.sleep(3)
+        self.at_rest = (cpu_seconds(pid) - begin) / 3
+        """CPU seconds a second, without any work."""
 
-    wait_until(is_quiet, f"process {pid} comes to rest", timeout_s=60, every_s=0.5)
-    return last
+    def cost(self, work: Callable[[], Any]) -> float:
+        begin, clock = cpu_seconds(self._pid), time.monotonic()
+        work()
+        self._wait_for_rest()
+        return max(0.0, cpu_seconds(self._pid) - begin - self.at_rest * (time.monotonic() - clock))
+
+    def _wait_for_rest(self) -> None:
+        last = -1.0
+
+        def is_quiet() -> bool:
+            nonlocal last
+            before, last = last, cpu_seconds(self._pid)
+            return last - before < 0.03
+
+        wait_until(is_quiet, f"process {self._pid} comes to rest", timeout_s=60, every_s=0.5)
 
 
 def daemon_cpu(instance: Instance, label: str) -> list[Row]:
     """(f) CPU seconds of the daemon a GiB written, and a GiB removed (the room goes back to the ballast)."""
-    pid = instance.daemon_pid()
+    meter = CpuMeter(instance.daemon_pid())
     writing, removing = [], []
     for turn in range(3):
         step = instance.mountpoint / "cpu" / f"step_{turn}"
         step.mkdir(parents=True)
-        begin = settled_cpu_seconds(pid)
-        write_file(step / "__0_0.distcp", GIB)
-        written = settled_cpu_seconds(pid)
-        shutil.rmtree(instance.mountpoint / "cpu")
-        removed = settled_cpu_seconds(pid)
-        writing.append(written - begin)
-        removing.append(removed - written)
+        writing.append(meter.cost(lambda file=step / "__0_0.distcp": write_file(file, GIB)))
+        removing.append(meter.cost(lambda: shutil.rmtree(instance.mountpoint / "cpu")))
     goal = "<= 0.02" if label == "checksums off" else ""
     return [
         single(f"daemon CPU a GiB written, {label}", "s", writing, goal),
         single(f"daemon CPU a GiB removed, {label}", "s", removing),
+        single(f"daemon CPU a second at rest, {label}", "s", [meter.at_rest]),
     ]
 
 

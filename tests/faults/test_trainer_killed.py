@@ -38,7 +38,7 @@ def test_overwrite_killed_half_way_loads_all_old_or_all_new(
     job.wait()
     daemon = instance.daemon_pid()
     held, seen = 2, {"old": 0, "new": 0}
-    for seed in range(3, 3 + max(4, moments // 2)):
+    for seed in range(3, 3 + max(4, moments // 3)):
         job = Job(save_and_wait, step, seed, SIZE)
         job.next_event()
         time.sleep(dice.uniform(0, 1.3 * save_s))

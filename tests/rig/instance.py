@@ -23,11 +23,14 @@ class CommandFailed(AssertionError):
     """A `tierfs` command ended with an exit code other than 0; the message holds what it printed."""
 
 
-def tierfs(*arguments: str | Path, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Runs the `tierfs` command of this virtual environment and returns what it printed."""
+def tierfs(*arguments: str | Path, timeout_s: float = COMMAND_TIMEOUT_S, may_be_degraded: bool = False) -> str:
+    """Runs the `tierfs` command of this virtual environment and returns what it printed.
+
+    CommandFailed for an exit code other than 0, or 3 (something needs attention) where that is expected.
+    """
     command = [str(TIERFS), *map(str, arguments)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
-    if done.returncode != 0:
+    if done.returncode not in ((0, 3) if may_be_degraded else (0,)):
         raise CommandFailed(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
@@ -64,7 +67,7 @@ class Instance:
         self._ram_path = Path(self.status()["ram"]["path"])
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(tierfs("status", self.mountpoint, "--json"))
+        answer: dict[str, Any] = json.loads(tierfs("status", self.mountpoint, "--json", may_be_degraded=True))
         return answer
 
     def steps(self, namespace: str) -> dict[str, dict[str, Any]]:
