@@ -195,12 +195,18 @@ struct queue {
     struct message *head, *tail;
 };
 
+struct tube {
+    int out, in; /* a pipe's reading and writing end */
+};
+
 enum { BUCKETS = 4096, INDEX = 131072, PUMPS_MAX = 4, KIND_AUTO = 0, KIND_CUSTOMIO = 1, KIND_SOCKETPAIR = 2 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER, queue_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct state *state;
 static int fuse_fd = -1, epoll_fd = -1, wake_fd = -1, near_fd = -1, far_fd = -1;
-static uint32_t kind, max_message = BUFFER_SIZE;
+static uint32_t kind, max_write = MAX_WRITE;
+static struct tube main_tube;      /* of the loop's thread, or before there are others */
+static unsigned char *main_buffer;
 static bool want_passthrough, want_resend, may_passthrough, feeding, negotiated, pumping, woken;
 static atomic_bool dead;
 static uint64_t sequence, feed_unique;
@@ -237,11 +243,13 @@ static struct message *queue_pop(struct queue *q) {
 
 static struct message *message_new(const void *data, size_t n) {
     struct message *m = malloc(sizeof *m + n);
-    if (!m) abort(); /* a request can neither be answered nor kept: the keeper starts a new process, which gets it again */
+    if (!m) abort(); /* no memory to keep a request: the keeper starts a new process, which gets it again */
     m->len = n;
     memcpy(m->data, data, n);
     return m;
 }
+
+static uint32_t page_size(void) { return (uint32_t)sysconf(_SC_PAGESIZE); }
 
 static void say(const char *what, int error) { fprintf(stderr, "tierfs channel: %s: %s\n", what, strerror(error)); }
 
@@ -538,11 +546,11 @@ static void shape_init(unsigned char *b, size_t *n) {
     uint32_t offered2 = ext ? in.flags2 : 0;
     state->reason[0] = 0;
     if (!want_passthrough) reason_add("passthrough is turned off by a setting");
-    else if (!(offered2 & INIT2_PASSTHROUGH)) reason_add("this kernel has no FUSE passthrough (Linux 6.9 or newer has)");
+    else if (!(offered2 & INIT2_PASSTHROUGH)) reason_add("this kernel has no FUSE passthrough (Linux 6.9 has)");
     else if (!may_passthrough) reason_add("passthrough needs CAP_SYS_ADMIN");
     state->passthrough = want_passthrough && (offered2 & INIT2_PASSTHROUGH) && may_passthrough;
     if (!want_resend) reason_add("resend is turned off by a setting");
-    else if (!(offered2 & INIT2_HAS_RESEND)) reason_add("this kernel can't resend requests (Linux 6.9 or newer can)");
+    else if (!(offered2 & INIT2_HAS_RESEND)) reason_add("this kernel can't resend requests (Linux 6.9 can)");
     state->resend = want_resend && (offered2 & INIT2_HAS_RESEND);
     state->allow_mmap = !state->passthrough && (offered2 & INIT2_DIRECT_IO_ALLOW_MMAP);
     out.flags |= in.flags & INIT_HANDLE_KILLPRIV_V2;
@@ -555,10 +563,9 @@ static void shape_init(unsigned char *b, size_t *n) {
         if (state->resend) out.flags2 |= INIT2_HAS_RESEND;
         if (state->allow_mmap) out.flags2 |= INIT2_DIRECT_IO_ALLOW_MMAP;
     }
-    uint32_t most = (max_message - (1u << 16)) & ~4095u; /* a socket pair without privileges carries less */
-    if (out.max_write > most) {
-        out.max_write = most;
-        if (out.flags & INIT_MAX_PAGES) out.max_pages = (uint16_t)(most / 4096);
+    if (out.max_write > max_write) { /* pipes and socket pairs without privileges carry less */
+        out.max_write = max_write;
+        if (out.flags & INIT_MAX_PAGES) out.max_pages = (uint16_t)(max_write / page_size());
     }
     memcpy(b + 16, &out, sizeof out);
     *n = 16 + sizeof out;
@@ -580,7 +587,6 @@ static void probe_backing(void) {
 }
 
 static void start_pumps(void);
-static bool serve(unsigned char *b, size_t n);
 static void wake(struct message *m);
 
 /* libfuse answered INIT, so it takes requests now. */
@@ -705,6 +711,46 @@ static ssize_t outbound(const struct iovec *iov, int count) {
     return sent == UNWANTED ? (ssize_t)total : sent;
 }
 
+/* ---- reading the device -------------------------------------------------------------------------------------- */
+
+/* Requests are spliced into a pipe first. A thread that dies of SIGKILL may still take a request from /dev/fuse, and
+ * then the kernel must be able to copy it: into a page of ours that is not present just then it can't (a dying task
+ * takes no page faults), and it would answer the program's request with EIO. Pages of a pipe are the kernel's own. */
+/* A pipe needs a slot for each page and some for the headers, so half of it is used; without privileges its size is
+ * limited (/proc/sys/fs/pipe-max-size), and requests are kept smaller then. */
+static int tube_open(struct tube *t) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC)) return errno;
+    t->out = ends[0];
+    t->in = ends[1];
+    if (fcntl(t->in, F_SETPIPE_SZ, 2 << 20) < 0) fcntl(t->in, F_SETPIPE_SZ, 1 << 20);
+    int size = fcntl(t->in, F_GETPIPE_SZ);
+    uint32_t most = size < 0 ? 0 : (uint32_t)size / 2;
+    if (max_write > most) max_write = most < page_size() ? page_size() : most;
+    return 0;
+}
+
+/* Takes a request from the device into the pipe. Returns its length or -1. */
+static ssize_t tube_fill(const struct tube *t) { return splice(fuse_fd, NULL, t->in, NULL, BUFFER_SIZE, 0); }
+
+static bool tube_read(const struct tube *t, unsigned char *b, size_t n) {
+    while (n) {
+        ssize_t got = read(t->out, b, n);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return false;
+        b += got;
+        n -= (size_t)got;
+    }
+    return true;
+}
+
+/* As read(2) on the device. */
+static ssize_t device_read(const struct tube *t, unsigned char *b) {
+    ssize_t n = tube_fill(t);
+    if (n > BUFFER_SIZE || (n > 0 && !tube_read(t, b, (size_t)n))) abort();
+    return n;
+}
+
 /* ---- the data path ------------------------------------------------------------------------------------------- */
 
 static void reply(uint64_t unique, int error, const void *data, size_t n) {
@@ -729,23 +775,32 @@ static void serve_read(const struct in_header *h, const struct rw_in *in, int fd
     reply(h->unique, 0, buffer, done);
 }
 
-static void serve_write(const struct in_header *h, const struct rw_in *in, int fd, const unsigned char *data) {
+/* The data is still in the pipe, if there is one, else in `data`, which also takes what the pipe must be rid of. */
+static void serve_write(const struct in_header *h, const struct rw_in *in, int fd, unsigned char *data,
+                        const struct tube *t) {
     struct stat st;
     size_t done = 0;
+    int error = 0;
     /* The kernel asks for this where the writer may not keep the bits (FUSE_HANDLE_KILLPRIV_V2). */
     if ((in->rw_flags & WRITE_KILL_SUIDGID) && !fstat(fd, &st) && (st.st_mode & (S_ISUID | S_ISGID))) {
         mode_t drop = S_ISUID | (st.st_mode & S_IXGRP ? S_ISGID : 0);
         if (fchmod(fd, st.st_mode & 07777 & ~drop)) say("dropping set-user-id bits", errno);
     }
-    while (done < in->size) {
-        ssize_t n = pwrite(fd, data + done, in->size - done, (off_t)(in->offset + done));
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) {
-            if (done) break; /* a short write now, the error with the next one */
-            reply(h->unique, n ? errno : EIO, NULL, 0);
-            return;
+    for (size_t left; (left = in->size - done) && !error;) {
+        off_t at = (off_t)(in->offset + done);
+        ssize_t n = t ? splice(t->out, NULL, fd, &at, left, 0) : pwrite(fd, data + done, left, at);
+        if (n > 0) done += (size_t)n;
+        else if (n == 0 || errno != EINTR) error = n ? errno : EIO;
+        if (error == EINVAL && t) { /* a file system that can't be spliced to */
+            if (!tube_read(t, data + done, left)) abort();
+            t = NULL;
+            error = 0;
         }
-        done += (size_t)n;
+    }
+    if (error && t && !tube_read(t, data + done, in->size - done)) abort();
+    if (error && !done) { /* after a part, a short write now, and the error with the next one */
+        reply(h->unique, error, NULL, 0);
+        return;
     }
     __atomic_fetch_add(&state->bytes_written, done, __ATOMIC_RELAXED);
     uint32_t out[2] = {(uint32_t)done, 0};
@@ -753,15 +808,16 @@ static void serve_write(const struct in_header *h, const struct rw_in *in, int f
 }
 
 /* Answers READ and WRITE of an attached file. False: the request is for libfuse. The descriptor can't go away
- * meanwhile: the kernel sends RELEASE only after the last request of a handle was answered. */
-static bool serve(unsigned char *b, size_t n) {
+ * meanwhile: the kernel sends RELEASE only after the last request of a handle was answered. With `t`, only the 80
+ * bytes of a WRITE's headers are in `b` yet. */
+static bool serve(unsigned char *b, size_t n, const struct tube *t) {
     struct in_header h;
     struct rw_in in;
     if (n < sizeof h + sizeof in) return false;
     memcpy(&h, b, sizeof h);
     if (h.opcode != OP_READ && h.opcode != OP_WRITE) return false;
     memcpy(&in, b + sizeof h, sizeof in);
-    if (h.opcode == OP_WRITE ? in.size > n - sizeof h - sizeof in : in.size > MAX_WRITE) return false;
+    if (h.opcode == OP_WRITE ? in.size != n - sizeof h - sizeof in : in.size > MAX_WRITE) return false;
     pthread_mutex_lock(&lock);
     struct row *row = row_find(h.nodeid);
     int fd = row ? row_fd[row_number(row)] - 1 : -1;
@@ -769,7 +825,7 @@ static bool serve(unsigned char *b, size_t n) {
     if (r) request_free(r);
     pthread_mutex_unlock(&lock);
     if (fd < 0) return false;
-    if (h.opcode == OP_WRITE) serve_write(&h, &in, fd, b + sizeof h + sizeof in);
+    if (h.opcode == OP_WRITE) serve_write(&h, &in, fd, b + sizeof h + sizeof in, t);
     else serve_read(&h, &in, fd, b);
     return true;
 }
@@ -794,7 +850,7 @@ static void unmounted(void) {
 }
 
 static void pass_on(unsigned char *b, size_t n) {
-    if (serve(b, n)) return;
+    if (serve(b, n, NULL)) return;
     if (kind == KIND_CUSTOMIO) {
         wake(message_new(b, n));
         return;
@@ -817,7 +873,8 @@ static void pass_on(unsigned char *b, size_t n) {
 /* A thread that reads the device. Reads are exclusive waits in the kernel, so one thread wakes for each request. */
 static void *pump_in(void *argument) {
     unsigned char *b = malloc(BUFFER_SIZE);
-    if (!b) abort();
+    struct tube t;
+    if (!b || tube_open(&t)) abort();
     if (argument) { /* the first one: what the takeover found waiting */
         for (struct message *m; (m = queue_pop(&backlog)); free(m)) {
             memcpy(b, m->data, m->len);
@@ -825,7 +882,8 @@ static void *pump_in(void *argument) {
         }
     }
     for (;;) {
-        ssize_t n = read(fuse_fd, b, BUFFER_SIZE);
+        const size_t headers = sizeof(struct in_header) + sizeof(struct rw_in);
+        ssize_t n = tube_fill(&t);
         if (n < 0 && errno == EAGAIN) {
             struct pollfd p = {.fd = fuse_fd, .events = POLLIN};
             poll(&p, 1, -1);
@@ -833,13 +891,23 @@ static void *pump_in(void *argument) {
             if (errno != ENODEV) say("reading /dev/fuse", errno);
             break;
         } else if (n > 0) {
+            size_t length = (size_t)n, have = length < headers ? length : headers;
+            struct in_header h = {0};
+            if (length > BUFFER_SIZE || !tube_read(&t, b, have)) abort();
+            if (have >= sizeof h) memcpy(&h, b, sizeof h);
+            bool data = h.opcode == OP_WRITE;
+            if (!data && !tube_read(&t, b + have, length - have)) abort();
             pthread_mutex_lock(&lock);
-            bool go_on = inbound(b, (size_t)n);
+            bool go_on = inbound(b, length); /* of a WRITE it looks at the header only */
             pthread_mutex_unlock(&lock);
-            if (go_on) pass_on(b, (size_t)n);
+            if (data && serve(b, length, &t)) continue;
+            if (data && !tube_read(&t, b + have, length - have)) abort();
+            if (go_on) pass_on(b, length);
         }
     }
     unmounted();
+    close(t.in);
+    close(t.out);
     free(b);
     return NULL;
 }
@@ -884,6 +952,15 @@ static void start_pumps(void) {
     for (int k = 0; k < count; k++) start_thread(pump_in, k == 0 ? &backlog : NULL);
 }
 
+static ssize_t deliver(void *buffer, size_t size, const unsigned char *data, size_t n) {
+    if (n > size) { /* can't be: libfuse's buffer holds what INIT allowed */
+        errno = EIO;
+        return -1;
+    }
+    memcpy(buffer, data, n);
+    return (ssize_t)n;
+}
+
 static ssize_t hook_read(int fd, void *buffer, size_t size, void *userdata) {
     (void)fd;
     (void)userdata;
@@ -897,13 +974,7 @@ static ssize_t hook_read(int fd, void *buffer, size_t size, void *userdata) {
         }
         pthread_mutex_unlock(&queue_lock);
         if (m) {
-            ssize_t n = (ssize_t)m->len;
-            if (m->len > size) { /* can't be: libfuse's buffer holds what INIT allowed */
-                free(m);
-                errno = EIO;
-                return -1;
-            }
-            memcpy(buffer, m->data, m->len);
+            ssize_t n = deliver(buffer, size, m->data, m->len);
             free(m);
             return n;
         }
@@ -911,15 +982,15 @@ static ssize_t hook_read(int fd, void *buffer, size_t size, void *userdata) {
             errno = atomic_load(&dead) ? ENODEV : EINTR;
             return -1;
         }
-        ssize_t n = read(fuse_fd, buffer, size);
+        ssize_t n = device_read(&main_tube, main_buffer);
         if (n < 0) { /* pyfuse3 goes on after EINTR only; libfuse ends its session at ENODEV */
             if (errno == EAGAIN || errno == ENOENT) errno = EINTR;
             return -1;
         }
         pthread_mutex_lock(&lock);
-        bool go_on = inbound(buffer, (size_t)n);
+        bool go_on = inbound(main_buffer, (size_t)n);
         pthread_mutex_unlock(&lock);
-        if (go_on && !serve(buffer, (size_t)n)) return n;
+        if (go_on && !serve(main_buffer, (size_t)n, NULL)) return deliver(buffer, size, main_buffer, (size_t)n);
     }
 }
 
@@ -1044,17 +1115,12 @@ static int collect(void) {
     struct out_header notify = {sizeof notify, NOTIFY_RESEND, 0};
     bool settled = false;
     if (write(fuse_fd, &notify, sizeof notify) < 0) return errno;
-    unsigned char *b = malloc(BUFFER_SIZE);
-    if (!b) return ENOMEM;
+    unsigned char *b = main_buffer;
     while (!settled) {
         struct in_header h;
-        ssize_t n = read(fuse_fd, b, BUFFER_SIZE);
+        ssize_t n = device_read(&main_tube, b);
         if (n < 0 && (errno == EINTR || errno == ENOENT)) continue;
-        if (n < 0 && errno != EAGAIN) {
-            int error = errno;
-            free(b);
-            return error;
-        }
+        if (n < 0 && errno != EAGAIN) return errno;
         if (n < (ssize_t)sizeof h) break;
         memcpy(&h, b, sizeof h);
         if (!(h.unique & UNIQUE_RESEND) && h.opcode != OP_FORGET && h.opcode != OP_BATCH_FORGET &&
@@ -1066,7 +1132,6 @@ static int collect(void) {
         if (inbound(b, (size_t)n)) queue_push(&backlog, message_new(b, (size_t)n));
     }
     if (!settled) settle();
-    free(b);
     return 0;
 }
 
@@ -1091,6 +1156,9 @@ EXPORT int tierfs_channel_open(int fd, const char *path, int passthrough, int re
     want_passthrough = passthrough;
     want_resend = resend;
     may_passthrough = is_admin();
+    main_buffer = malloc(BUFFER_SIZE);
+    error = main_buffer ? tube_open(&main_tube) : ENOMEM;
+    if (error) goto fail;
     set_blocking(false);
     if (!takeover) {
         state->size = sizeof *state;
@@ -1139,11 +1207,10 @@ static int start_customio(struct message *first) {
 static void *pump_first(void *argument) { /* a fresh mount: INIT comes alone, the pumps start at its answer */
     struct message *first = argument;
     if (!first) {
-        unsigned char b[8192];
+        unsigned char *b = main_buffer;
         struct pollfd p = {.fd = fuse_fd, .events = POLLIN};
         ssize_t n;
-        while ((n = read(fuse_fd, b, BUFFER_SIZE < sizeof b ? BUFFER_SIZE : sizeof b)) < 0 &&
-               (errno == EAGAIN || errno == EINTR || errno == ENOENT))
+        while ((n = device_read(&main_tube, b)) < 0 && (errno == EAGAIN || errno == EINTR || errno == ENOENT))
             poll(&p, 1, -1);
         if (n < 0) {
             unmounted();
@@ -1172,8 +1239,10 @@ static int start_socketpair(struct message *first) {
             setsockopt(pair[k], SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
     }
     int got = 0;
-    if (!getsockopt(near_fd, SOL_SOCKET, SO_SNDBUF, &got, &n) && (uint32_t)got / 2 < max_message + 4096)
-        max_message = (uint32_t)got / 2 - 4096;
+    if (!getsockopt(near_fd, SOL_SOCKET, SO_SNDBUF, &got, &n)) { /* a message fits if data and bookkeeping do */
+        uint32_t most = got > 65536 ? ((uint32_t)got / 2 - 8192) & ~4095u : 16384;
+        if (max_write > most) max_write = most;
+    }
     kind = KIND_SOCKETPAIR;
     start_thread(pump_out, NULL);
     start_thread(pump_first, first);
