@@ -103,6 +103,7 @@ class Upkeep:
                     due = record.unsaved and time.monotonic() >= record.save_after
                     if due and registry.records.get(record.key) is record:
                         registry.save_or_later(record)
+        registry.sweep_latest()
         now = time.monotonic()
         judged = [registry.records[key].judge_after for key in registry.to_judge if key in registry.records]
         saved = [record.save_after for record in registry.records.values() if record.unsaved]
