@@ -220,7 +220,7 @@ class BoundedFile:
 
 def escape_namespace(namespace: str) -> str:
     """A file name for a namespace: different namespaces never share one, none is hidden or longer than 200 bytes."""
-    escaped = quote(namespace, safe=" =+,@") or "%"  # the root itself
+    escaped = quote(namespace.encode("utf-8", "surrogateescape"), safe=" =+,@") or "%"  # the root itself
     if escaped.startswith(".") or escaped in _OWN_LOGS:
         escaped = f"%{ord(escaped[0]):02X}{escaped[1:]}"
     if len(escaped) > 200:
