@@ -393,6 +393,10 @@ async def test_removing_files_for_good_is_accepted(driver: Driver, trainer: Prog
     assert not (driver.root / STEP / "__0_0.distcp").exists()
     assert "removed by a program" in driver.record(STEP).manifest.note
     assert driver.old_generations() == []
+    await driver.write(f"{STEP}/__0_0.distcp", content(2, "__0_0.distcp", 3000))
+    assert driver.loaded(STEP) is None, "the marker that is left does not vouch for what comes next"
+    await driver.save(STEP, 3)
+    assert driver.loaded(STEP) == 3
 
 
 async def test_a_removed_file_that_is_made_anew_hides_the_marker(driver: Driver) -> None:

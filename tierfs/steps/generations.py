@@ -6,12 +6,13 @@ import logging
 import os
 import time
 import uuid
+from pathlib import PurePosixPath
 
 import trio
 
 from tierfs.steps import overwrite
 from tierfs.steps.manifest import FileEntry, Overwrite
-from tierfs.steps.record import StepRecord
+from tierfs.steps.record import SHARD_SUFFIXES, StepRecord
 from tierfs.steps.registry import StepRegistry
 
 log = logging.getLogger("tierfs.steps")
@@ -88,6 +89,24 @@ def remove_old_markers(registry: StepRegistry, record: StepRecord) -> None:
                     (record.directory / inner).unlink()
             # Also what is gone already: a daemon that died may have removed it and not said so.
             registry.invalidate_inside(record, inner)
+
+
+def drop_stale_markers(registry: StepRegistry, record: StepRecord, inner: str) -> None:
+    """A step that was complete once and lost files since has its marker still. Called before `inner` is written.
+
+    The marker would vouch for new files beside old ones, so it goes with the first shard that is written.
+    """
+    manifest = record.manifest
+    if manifest.state == "complete" or manifest.marker is None or PurePosixPath(inner).suffix not in SHARD_SUFFIXES:
+        return
+    for name in list(manifest.files):
+        if registry.rules.match(name) is not None:
+            (record.directory / name).unlink(missing_ok=True)
+            registry.invalidate_inside(record, name)
+            del manifest.files[name]
+    manifest.marker = None
+    manifest.generation += 1
+    registry.save_or_later(record)
 
 
 async def renew(registry: StepRegistry, record: StepRecord, inner: str, *, truncate: bool) -> bool:

@@ -61,6 +61,7 @@ class Steps:
         if where.inner == "":
             self.registry.make_room_for_next(where.namespace)
             return
+        generations.drop_stale_markers(self.registry, record, where.inner)
         current = record.manifest.overwrite
         if current is not None and where.inner in current.old_files:
             # A file that was removed is written anew, and the old marker would vouch for it.
@@ -164,6 +165,7 @@ class Steps:
         if record.is_complete and record.is_protected(where.inner, self.registry.rules):
             generations.begin(self.registry, record, pid)
         record.touch(pid)
+        generations.drop_stale_markers(self.registry, record, where.inner)
         if not record.is_of_old_generation(where.inner):
             return False
         generations.hide_markers(self.registry, record)
@@ -203,6 +205,7 @@ class Steps:
         if record is not None and target is not None:
             if record.is_complete and record.is_protected(target.inner, self.registry.rules):
                 generations.begin(self.registry, record, pid)
+            generations.drop_stale_markers(self.registry, record, target.inner)
             current = record.manifest.overwrite
             if current is not None and target.inner in current.old_files:
                 generations.hide_markers(self.registry, record)
