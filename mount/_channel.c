@@ -205,8 +205,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER, queue_lock = PTHREAD_MU
 static struct state *state;
 static int fuse_fd = -1, epoll_fd = -1, wake_fd = -1, near_fd = -1, far_fd = -1;
 static uint32_t kind, max_write = MAX_WRITE;
-static struct tube main_tube;      /* of the loop's thread, or before there are others */
-static unsigned char *main_buffer;
+static unsigned char *main_buffer; /* of the loop's thread, and before there are others */
 static bool want_passthrough, want_resend, may_passthrough, feeding, negotiated, pumping, woken;
 static atomic_bool dead;
 static uint64_t sequence, feed_unique;
@@ -713,9 +712,10 @@ static ssize_t outbound(const struct iovec *iov, int count) {
 
 /* ---- reading the device -------------------------------------------------------------------------------------- */
 
-/* Requests are spliced into a pipe first. A thread that dies of SIGKILL may still take a request from /dev/fuse, and
- * then the kernel must be able to copy it: into a page of ours that is not present just then it can't (a dying task
- * takes no page faults), and it would answer the program's request with EIO. Pages of a pipe are the kernel's own. */
+/* A thread that waits in read(2) and dies of SIGKILL still takes a request if there is one, and then the kernel must be
+ * able to copy it: into a page of ours that is not present just then it can't (a dying task takes no page faults), and
+ * it answers the program's request with EIO. So threads that wait splice into a pipe, whose pages are the kernel's
+ * own; and the loop, which never waits in read(2), reads into one buffer whose pages are there from the start. */
 /* A pipe needs a slot for each page and some for the headers, so half of it is used; without privileges its size is
  * limited (/proc/sys/fs/pipe-max-size), and requests are kept smaller then. */
 static int tube_open(struct tube *t) {
@@ -744,11 +744,12 @@ static bool tube_read(const struct tube *t, unsigned char *b, size_t n) {
     return true;
 }
 
-/* As read(2) on the device. */
-static ssize_t device_read(const struct tube *t, unsigned char *b) {
-    ssize_t n = tube_fill(t);
-    if (n > BUFFER_SIZE || (n > 0 && !tube_read(t, b, (size_t)n))) abort();
-    return n;
+static unsigned char *buffer_new(void) {
+    unsigned char *b = malloc(BUFFER_SIZE);
+    if (!b) abort();
+    memset(b, 0, BUFFER_SIZE);
+    mlock(b, BUFFER_SIZE); /* where the limits allow it */
+    return b;
 }
 
 /* ---- the data path ------------------------------------------------------------------------------------------- */
@@ -872,9 +873,9 @@ static void pass_on(unsigned char *b, size_t n) {
 
 /* A thread that reads the device. Reads are exclusive waits in the kernel, so one thread wakes for each request. */
 static void *pump_in(void *argument) {
-    unsigned char *b = malloc(BUFFER_SIZE);
+    unsigned char *b = buffer_new();
     struct tube t;
-    if (!b || tube_open(&t)) abort();
+    if (tube_open(&t)) abort();
     if (argument) { /* the first one: what the takeover found waiting */
         for (struct message *m; (m = queue_pop(&backlog)); free(m)) {
             memcpy(b, m->data, m->len);
@@ -914,8 +915,7 @@ static void *pump_in(void *argument) {
 
 static void *pump_out(void *argument) {
     (void)argument;
-    unsigned char *b = malloc(BUFFER_SIZE);
-    if (!b) abort();
+    unsigned char *b = buffer_new();
     for (;;) {
         ssize_t n = recv(far_fd, b, BUFFER_SIZE, 0);
         if (n < 0 && errno == EINTR) continue;
@@ -982,7 +982,7 @@ static ssize_t hook_read(int fd, void *buffer, size_t size, void *userdata) {
             errno = atomic_load(&dead) ? ENODEV : EINTR;
             return -1;
         }
-        ssize_t n = device_read(&main_tube, main_buffer);
+        ssize_t n = read(fuse_fd, main_buffer, BUFFER_SIZE);
         if (n < 0) { /* pyfuse3 goes on after EINTR only; libfuse ends its session at ENODEV */
             if (errno == EAGAIN || errno == ENOENT) errno = EINTR;
             return -1;
@@ -1118,7 +1118,7 @@ static int collect(void) {
     unsigned char *b = main_buffer;
     while (!settled) {
         struct in_header h;
-        ssize_t n = device_read(&main_tube, b);
+        ssize_t n = read(fuse_fd, b, BUFFER_SIZE);
         if (n < 0 && (errno == EINTR || errno == ENOENT)) continue;
         if (n < 0 && errno != EAGAIN) return errno;
         if (n < (ssize_t)sizeof h) break;
@@ -1156,9 +1156,11 @@ EXPORT int tierfs_channel_open(int fd, const char *path, int passthrough, int re
     want_passthrough = passthrough;
     want_resend = resend;
     may_passthrough = is_admin();
-    main_buffer = malloc(BUFFER_SIZE);
-    error = main_buffer ? tube_open(&main_tube) : ENOMEM;
-    if (error) goto fail;
+    main_buffer = buffer_new();
+    struct tube probe; /* bounds max_write, which is agreed before the threads make theirs */
+    if ((error = tube_open(&probe))) goto fail;
+    close(probe.in);
+    close(probe.out);
     set_blocking(false);
     if (!takeover) {
         state->size = sizeof *state;
@@ -1210,7 +1212,7 @@ static void *pump_first(void *argument) { /* a fresh mount: INIT comes alone, th
         unsigned char *b = main_buffer;
         struct pollfd p = {.fd = fuse_fd, .events = POLLIN};
         ssize_t n;
-        while ((n = device_read(&main_tube, b)) < 0 && (errno == EAGAIN || errno == EINTR || errno == ENOENT))
+        while ((n = read(fuse_fd, b, BUFFER_SIZE)) < 0 && (errno == EAGAIN || errno == EINTR || errno == ENOENT))
             poll(&p, 1, -1);
         if (n < 0) {
             unmounted();

@@ -122,7 +122,7 @@ class Channel:
         """Every inode with open handles, or with a RELEASE to be answered: (node id, handle, counts).
 
         After a takeover the file system attaches each again before it starts pyfuse3. `handle` is empty for an
-        inode that was never attached.
+        inode that was never attached. One without handles may be gone (ESTALE): its RELEASE was done, not answered.
         """
         nodes = []
         nodeid, length = ctypes.c_uint64(), ctypes.c_uint32()
