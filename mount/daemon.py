@@ -101,6 +101,7 @@ class Daemon:
         with trio.fail_after(INIT_WITHIN_S):
             while self.channel.info().proto == (0, 0):  # noqa: ASYNC110 - the answer passes through C
                 await trio.sleep(0.002)
+        self.registry.tell_untold()
         info = self.channel.info()
         said = {"resend": info.resend, "passthrough": info.passthrough, "channel": info.kind, "reason": info.reason}
         with suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:

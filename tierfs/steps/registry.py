@@ -64,7 +64,8 @@ class StepRegistry:
         self.to_judge: set[Key] = set()
         self.to_checksum: dict[Key, set[str]] = {}
         self.wake = trio.Event()
-        #: What a new daemon changed before it could tell the kernel; `Upkeep.run` tells it.
+        self.trash_filled = trio.Event()
+        #: What a new daemon changed before it could tell the kernel; see `tell_untold`.
         self.untold: list[tuple[str, str]] = []
         self._being_freed: dict[str, int] = {}
 
@@ -173,7 +174,7 @@ class StepRegistry:
         except FileNotFoundError:
             return
         self._being_freed[name] = size_bytes
-        self.wake.set()
+        self.trash_filled.set()
 
     def freed(self, name: str) -> None:
         """What lay in the trash under this name is gone."""
@@ -211,6 +212,12 @@ class StepRegistry:
             del self._latest_goes_at[namespace]
             if self.newest_complete(namespace) is None and self.latest.update(namespace, None):
                 self.invalidate(namespace, LATEST)
+
+    def tell_untold(self) -> None:
+        """The kernel listens now: tell it what changed before."""
+        for directory, name in self.untold:
+            self.invalidate(directory, name)
+        self.untold.clear()
 
     def invalidate_inside(self, record: StepRecord, inner: str) -> None:
         path = record.directory / inner

@@ -58,16 +58,13 @@ class Upkeep:
         self._not_before: dict[Key, float] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled. Begun when the kernel can be told of changes."""
+        """Runs until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._judging)
                 nursery.start_soon(self._checksumming)
                 nursery.start_soon(self._emptying_trash)
                 nursery.start_soon(self._stop_checksum_when_cancelled)
-                for directory, name in self.registry.untold:
-                    self.registry.invalidate(directory, name)
-                self.registry.untold.clear()
                 task_status.started()
         finally:
             self._patient.shutdown(wait=False, cancel_futures=True)
@@ -275,12 +272,14 @@ class Upkeep:
     async def _emptying_trash(self) -> None:
         trash = self.registry.tier.trash
         while True:
+            # Its own event, and made anew before looking: a save may wait for this room.
+            self.registry.trash_filled = trio.Event()
             for path in list(trash.iterdir()):
                 with contextlib.suppress(OSError):
                     await trio.to_thread.run_sync(remove_tree, path, limiter=self._limiter)
                     self.registry.freed(path.name)
             with trio.move_on_after(TICK_S):
-                await self.registry.wake.wait()
+                await self.registry.trash_filled.wait()
             await trio.sleep(0.01)
 
 
