@@ -63,8 +63,8 @@ class Writer:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """`saved` is the model: which save each step holds, where it holds one whole; `at_risk` are steps whose complete
-    content a program has begun to change, and `allowed` what may come of that.
+    """`saved` is the model: which save each step holds, where it holds one whole; of the `removed` ones a program
+    removed files.
     """
 
     def __init__(self) -> None:
@@ -161,6 +161,9 @@ class StepMachine(RuleBasedStateMachine):
         self._finish(data.draw(st.sampled_from(self.writers)))
 
     def _finish(self, writer: Writer) -> None:
+        there = {name for name in NAMES if (self.driver.root / writer.step / name).exists()}
+        if writer.step not in self.saved and there - writer.written:
+            return  # left by a save that never ended: nobody can tell them from its own, and DCP writes them all anew
 
         async def finish() -> None:
             rel, pid = writer.step, writer.program.pid

@@ -781,7 +781,8 @@ async def test_trash_and_old_generations_are_freed(driver: Driver) -> None:
         for seed in (1, 2, 3):
             await driver.save(STEP, seed)
         await until(lambda: not os.listdir(driver.tier.trash), "the trash is empty")
-        await trio.sleep(1.1)  # a round of the upkeep has gone by
+        wake = driver.registry.wake
+        await until(lambda: driver.registry.wake is not wake, "a round of the upkeep goes by")
         await driver.operations.remove(STEP, recursive=False)
         await until(lambda: not os.listdir(driver.tier.trash), "the trash is emptied at once", within_s=0.5)
     assert driver.old_generations() == []
