@@ -22,6 +22,7 @@ from measure import table
 HERE = Path(__file__).parent
 BENCHMARKS = ("datapath", "ballast", "metadata_rates")
 TIMEOUT_S = 480
+GOAL_MISSED = 3  # exit code of a benchmark that ran well and missed a goal
 
 
 def run(name: str) -> list[dict[str, Any]]:
@@ -31,12 +32,31 @@ def run(name: str) -> list[dict[str, Any]]:
         [sys.executable, HERE / f"{name}.py", "--json"],
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
         timeout=TIMEOUT_S,
         env=environment,
     )
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    if done.returncode not in (0, GOAL_MISSED):
+        done.check_returncode()
+    result = json.loads(done.stdout)
+    rows: list[dict[str, Any]] = ballast_rows(result) if name == "ballast" else result
     return [{"benchmark": name, **row} for row in rows]
+
+
+def ballast_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """ballast.py reports cases; each becomes a row against the one written to /dev/shm."""
+    cases = dict(result["cases"])
+    baseline = cases.pop("/dev/shm")["gb_per_s"]
+    return [
+        {
+            "what": f"write {result['size_bytes'] >> 20} MiB to the RAM tier, {case}",
+            "unit": "GB/s",
+            "value": figures["gb_per_s"],
+            "against": "/dev/shm",
+            "baseline": baseline,
+            "ratio": figures["ratio"],
+        }
+        for case, figures in cases.items()
+    ]
 
 
 def machine() -> dict[str, Any]:
