@@ -220,6 +220,28 @@ async def test_room_given_by_a_daemon_that_died_comes_back_but_not_from_under_a_
 
 
 @needs_root
+async def test_a_shard_that_ends_while_another_is_given_room_is_left_alone(place: Path) -> None:
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=False)
+    tier = RamTier(place, RamSettings(ballast="off"), SIZE, grant)
+    first, ending, last = (os.open(tier.root / name, os.O_RDWR | os.O_CREAT) for name in ("first", "ending", "last"))
+    for fd in (first, ending):
+        tier.begin_shard(os.fstat(fd).st_ino, fd, 96 * MIB)
+    async with running(tier):
+        while os.fstat(first).st_blocks == 0:  # noqa: ASYNC110 - a thread is giving it room
+            await trio.sleep(0)
+        opened = set(os.listdir("/proc/self/fd"))
+        tier.end_shard(os.fstat(ending).st_ino)
+        (closed,) = (int(name) for name in opened - set(os.listdir("/proc/self/fd")) if int(name) > last)
+        os.dup2(last, closed)  # the number is given to another file at once
+        tier.begin_shard(os.fstat(last).st_ino, last, 16 * MIB)
+        await until(lambda: os.fstat(last).st_blocks * 512 >= 16 * MIB, "the last shard got no room")
+        assert os.fstat(closed).st_ino == os.fstat(last).st_ino, "somebody else's descriptor was closed"
+        assert os.fstat(ending).st_blocks == 0
+    for fd in (first, ending, last, closed):
+        os.close(fd)
+
+
+@needs_root
 async def test_a_small_file_holds_only_its_pages_once_closed(place: Path, grant: TmpfsGrant) -> None:
     async with running(RamTier(place, RamSettings(ballast="off"), SIZE, grant)) as tier:
         before = tier.usage().used_bytes

@@ -284,7 +284,9 @@ class RamTier:
                 self._ballast.look_if_in_the_way()
             self._ask_for_room(now)
             for shard in list(self._shards.values()):
-                await self._give(shard, limiter)
+                # It may have ended while room was given to one before it: its descriptor's number is another file's now.
+                if self._shards.get(shard.nodeid) is shard:
+                    await self._give(shard, limiter)
             growing = [shard.growth() for shard in self._shards.values()]
             delay = growth.look_after_s(growing, self._rules, self._room.state().free_bytes)
             with trio.move_on_after(delay):
