@@ -478,6 +478,24 @@ async def test_no_room_for_an_overwrite_leaves_the_step_as_it_was(
     assert driver.loaded(STEP) == 2
 
 
+async def test_no_room_to_put_back_fails_no_lookup_and_is_tried_again(
+    driver: Driver, trainer: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await driver.save(STEP, 1)
+    await driver.write(f"{STEP}/__0_0.distcp", b"new", pid=trainer.pid)
+    trainer.kill()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", full)
+        assert driver.loaded(STEP) is None
+        await driver.settle(seconds=20)
+        assert driver.state(STEP) == "writing"
+    assert driver.loaded(STEP) == 1
+
+
 async def test_no_room_to_note_a_commit_costs_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     await driver.save(STEP, 1)
     for name, size in FILES.items():

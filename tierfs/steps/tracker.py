@@ -6,6 +6,7 @@ after it. `tierfs.steps.events.StepTracker` is the contract; after a crash of th
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -24,6 +25,8 @@ from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
 from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer
 from tierfs.steps.registry import Key, StepRegistry
+
+log = logging.getLogger("tierfs.steps")
 
 #: renameat2(2), include/uapi/linux/fs.h: both names stay and change places.
 RENAME_EXCHANGE = 2
@@ -155,7 +158,10 @@ class Steps:
             record.looked_for_marker(pid)
         elif not current.removed_only and record.is_left_by_all(but=pid):
             # Somebody is about to load what nobody will finish any more.
-            generations.give_up(self.registry, record, "every process that wrote is gone")
+            try:
+                generations.give_up(self.registry, record, "every process that wrote is gone")
+            except OSError as error:  # the marker stays out of sight, and the upkeep tries again
+                log.error("the old generation can't be put back: %s", error, extra=self.registry.extra(record))
 
     async def before_write_open(self, rel: str, pid: int, *, truncate: bool) -> bool:
         where = self.registry.names.locate(rel)
