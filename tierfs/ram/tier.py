@@ -284,7 +284,7 @@ class RamTier:
                 self._ballast.look_if_in_the_way()
             self._ask_for_room(now)
             for shard in list(self._shards.values()):
-                # It may have ended while room was given to one before it: its descriptor's number is another file's now.
+                # It may have ended while another was given room: its descriptor's number is somebody else's now.
                 if self._shards.get(shard.nodeid) is shard:
                     await self._give(shard, limiter)
             growing = [shard.growth() for shard in self._shards.values()]
