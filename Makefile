@@ -18,7 +18,7 @@ help: ## list what can be made
 
 setup: $(SETUP) ## make .venv with everything that is needed (again only when what it is made of changed)
 
-$(SETUP): pyproject.toml tests/requirements.txt $(wildcard mount/*.c) scripts/system-packages.sh scripts/make-venv.sh
+$(SETUP): pyproject.toml tests/requirements.txt $(wildcard mount/channel_c/*.[ch]) scripts/system-packages.sh scripts/make-venv.sh
 	scripts/system-packages.sh
 	scripts/make-venv.sh $(VENV)
 	@touch $@

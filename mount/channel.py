@@ -1,8 +1,8 @@
 """The kernel channel: passthrough, counts of open handles and takeover, between /dev/fuse and pyfuse3.
 
-The work is done in C (`_channel.c`, whose first comment explains it); this is its Python face. A process has one
-channel, made before pyfuse3 is imported anywhere in it, because pyfuse3 must find the channel's `fuse_session_new`
-before libfuse's.
+The work is done in C (`channel_c/`, where `channel.h` explains it and names the files); this is its Python face. A
+process has one channel, made before pyfuse3 is imported anywhere in it, because pyfuse3 must find the channel's
+`fuse_session_new` before libfuse's.
 """
 
 from __future__ import annotations
