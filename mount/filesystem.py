@@ -280,6 +280,7 @@ class TierFs(pyfuse3.Operations):
                 if rel is not None:
                     self.tracker.created(rel, ctx.pid)
                 if is_writing(flags):
+                    await self._reserve(rel, fd)
                     self._begin_writing(rel, node.nodeid, fd, ctx.pid)
                 self._files.attach(node.nodeid, fd)
             except BaseException:
@@ -302,6 +303,9 @@ class TierFs(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.ESTALE)
         if flags & os.O_TRUNC:
             await self._files.truncate(inode, 0, privileged=ctx.uid == 0)
+            if is_writing(flags) and inode not in self._files.growing:
+                with self._files.backing(inode) as backing:
+                    await self._reserve(rel, backing)
         # No checkpoint from here to the answer: a release of another handle must not detach the file in between.
         fd = self.channel.fd(inode)
         opened = -1 if fd is not None else self._files.open_backing(inode, flags)
@@ -463,6 +467,11 @@ class TierFs(pyfuse3.Operations):
         if fd is None:
             raise pyfuse3.FUSEError(errno.EBADF)
         return fd
+
+    async def _reserve(self, rel: str | None, fd: int) -> None:
+        """Room for a file that starts empty, before its writer gets it."""
+        if rel is not None:
+            await self.tier.reserve(fd, self.tracker.expected_size(rel), likely_large=self.tracker.is_likely_large(rel))
 
     def _begin_writing(self, rel: str | None, nodeid: int, fd: int, pid: int) -> None:
         expected_bytes = None if rel is None else self.tracker.expected_size(rel)

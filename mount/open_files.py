@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -48,10 +49,12 @@ class OpenFiles:
         self._unlinked.mkdir(mode=0o700, exist_ok=True)
         self._kept: set[int] = set()
         for left in self._unlinked.iterdir():
-            if channel.handles(int(left.name)).opens:
+            # Nothing else has its name made of digits; what somebody else put there must not keep a daemon from starting.
+            if left.name.isdecimal() and channel.handles(int(left.name)).opens:
                 self._kept.add(int(left.name))
             else:
-                left.unlink()
+                with suppress(IsADirectoryError):
+                    left.unlink()
 
     def resume(self) -> None:
         """After a takeover, before the first request: attach again what programs have open."""
@@ -79,6 +82,15 @@ class OpenFiles:
             if flags & os.O_ACCMODE == os.O_RDWR:
                 raise
             return os.open(path, (flags & os.O_ACCMODE) | os.O_CLOEXEC)
+
+    @contextmanager
+    def backing(self, nodeid: int) -> Iterator[int]:
+        """A descriptor for writing, for the time of the block."""
+        fd = self.open_backing(nodeid, os.O_RDWR)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def attach(self, nodeid: int, fd: int) -> None:
         """Tell the channel which file is behind the open that is being answered."""

@@ -79,9 +79,10 @@ class PlainTier:
             files_free=st.f_ffree,
         )
 
-    def begin_shard(
-        self, nodeid: int, fd: int, expected_bytes: int | None, *, likely_large: bool = False
-    ) -> None:
+    async def reserve(self, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
+        pass
+
+    def begin_shard(self, nodeid: int, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
         pass
 
     def end_shard(self, nodeid: int) -> None:

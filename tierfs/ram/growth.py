@@ -15,6 +15,9 @@ MIB = 1 << 20
 # room costs each a huge page to be cleared and trimmed again.
 SMALL_BYTES = MIB
 
+# A guess at a shard's size is never more than this.
+MOST_GUESSED_BYTES = 4 << 30
+
 # A writer's room should last this long: several times what the daemon may be late by.
 RUNWAY_S = 0.1
 
@@ -74,6 +77,14 @@ def room_end(shard: Growth, rules: RoomRules, free_bytes: int) -> int:
     if shard.given_bytes - shard.size_bytes > runway // 2:
         return shard.given_bytes
     return _within(shard, shard.size_bytes + runway, free_bytes)
+
+
+def first_guess(rules: RoomRules, free_bytes: int) -> int:
+    """What a shard of unknown size is given before its first write: an eighth of what is free, from a runway to 4 GiB.
+
+    Most of it is used or comes back at close for 10 ms a GiB, while a writer that runs out of it meets cold memory.
+    """
+    return max(rules.first_extent_bytes, rules.runway_bytes, min(free_bytes // 8, MOST_GUESSED_BYTES))
 
 
 def runway_bytes(rate: float, rules: RoomRules, free_bytes: int) -> int:

@@ -33,6 +33,10 @@ _BEGIN_S = 0.005
 _BEGIN_BYTES = 256 << 20
 _BEGIN_LOCK_S = 0.002
 
+# What `reserve` gives at most (some 20 ms), and from what size on it does: less, `begin_shard` gives by itself.
+_RESERVE_BYTES = 2 << 30
+_RESERVE_FROM_BYTES = 64 << 20
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _GUESS_S = 0.001
@@ -124,6 +128,7 @@ class RamTier:
         self._busy: _Shard | None = None  # the one that a thread gives room to; it may have ended meanwhile
         self._wake = trio.Event()
         self._begin_rate = 20e9
+        self._reserving = trio.CapacityLimiter(2)
         self._ask_at = 0.0
         self._guesses: list[float] = []
         self._full: tuple[RamProblem, int] | None = None
@@ -164,6 +169,27 @@ class RamTier:
             found.append(RamProblem("warning", self._ballast.problem))
         return found
 
+    async def reserve(self, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
+        """Give a file that is about to be written what it will probably need; call it before `begin_shard`.
+
+        Giving room takes the inode's lock, which a writer holds through each write(2). What is given before the writer
+        has the file costs some 10 ms a GiB; what is given later comes late, and the writer meets cold memory
+        meanwhile (measured: 780 ms instead of 160 for 512 MiB). So all of it now, up to _RESERVE_BYTES, and the rest
+        by `run`. Only from the ballast: other memory is no better for being given early.
+        """
+        free = self._room.state().free_bytes
+        if expected_bytes is None:
+            expected_bytes = growth.first_guess(self._rules, free) if likely_large else 0
+        end = min(expected_bytes, free, _RESERVE_BYTES) // HUGE_PAGE * HUGE_PAGE
+        before = os.fstat(fd)
+        if self._ballast is None or end < _RESERVE_FROM_BYTES or before.st_blocks * 512 >= end:
+            return
+        with suppress(OSError):
+            await trio.to_thread.run_sync(
+                lambda: self._room.give(fd, before.st_size, end, from_ballast_only=True), limiter=self._reserving
+            )
+            os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # opening a file does not change it
+
     def begin_shard(self, nodeid: int, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
         """A file was opened for writing, and nobody had it open for writing before. Returns within some 5 ms.
 
@@ -180,7 +206,7 @@ class RamTier:
         size, given = state.st_size, max(state.st_size, state.st_blocks * 512)  # a daemon before us may have given room
         shard = _Shard(nodeid, os.dup(fd), time.time(), size, given, expected_bytes, seen_at=now, grown_at=now)
         if expected_bytes is None and likely_large:
-            shard.guess_bytes = max(self._rules.runway_bytes, self._rules.first_extent_bytes)
+            shard.guess_bytes = growth.first_guess(self._rules, self._room.state().free_bytes)
         self._shards[nodeid] = shard
         end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
         if end > shard.given_bytes:
