@@ -22,6 +22,10 @@ _WARM_PIECE = 128 << 20
 _WARM_S = 2.0
 
 _IDLE_LOOK_S = 1.0
+# With nothing to do and so much of all memory available that nobody can use it up meanwhile.
+_REST_LOOK_S = 5.0
+_PLENTY = 0.25
+_SET_RIGHT_S = 4.0  # what is made up for was done by hand
 _RELEASE_LOOK_S = 0.05
 _SAVING_LOOK_S = 0.1
 _MEMORY_LOOK_S = 0.3
@@ -89,7 +93,7 @@ class BallastKeeper:
     async def _step(self, limiter: trio.CapacityLimiter) -> float:
         """One piece of work. Returns the seconds to wait before the next one."""
         now = time.monotonic()
-        if now - self._set_right_at >= _IDLE_LOOK_S / 2:
+        if now - self._set_right_at >= _SET_RIGHT_S:
             self._set_right_at = now
             await trio.to_thread.run_sync(self._room.ballast.set_right, limiter=limiter)
         missing = self._missing_bytes()
@@ -104,7 +108,10 @@ class BallastKeeper:
             return 0.0 if grown else _IDLE_LOOK_S
         if missing == 0:
             self._tell("")
-            return _RELEASE_LOOK_S if now < self._release_until else _IDLE_LOOK_S
+            if now < self._release_until:
+                return _RELEASE_LOOK_S
+            is_plenty = self._available_memory(self._room.ballast.held_bytes(), now) > self._total_memory * _PLENTY
+            return _REST_LOOK_S if is_plenty else _IDLE_LOOK_S
         if self._saving:
             return _SAVING_LOOK_S
         piece = min(missing, _COLD_PIECE)

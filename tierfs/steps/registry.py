@@ -293,6 +293,12 @@ class StepRegistry:
         self.to_judge.add(record.key)
         self.wake.set()
 
+    def has_pending(self) -> bool:
+        """Something may fall due by time alone: a step that is not complete or not saved, a `latest` that lingers."""
+        return bool(self._latest_goes_at) or any(
+            record.unsaved or not record.is_complete for record in self.records.values()
+        )
+
     def checksum_soon(self, record: StepRecord, names: set[str]) -> None:
         if self.settings.steps.checksums and names:
             self.to_checksum.setdefault(record.key, set()).update(names)

@@ -31,6 +31,8 @@ log = logging.getLogger("tierfs.steps")
 
 #: How often time-outs are looked at.
 TICK_S = 1.0
+#: The same while no step is being written or changed: an idle mount should not keep a processor awake.
+REST_S = 5.0
 #: An overwrite is not given up within this after its last change, though its processes are gone: a script may
 #: copy a step file by file, each by a process of its own.
 SETTLE_S = 5.0
@@ -104,7 +106,8 @@ class Upkeep:
         now = time.monotonic()
         judged = [registry.records[key].judge_after for key in registry.to_judge if key in registry.records]
         saved = [record.save_after for record in registry.records.values() if record.unsaved]
-        return min([TICK_S, *(at - now for at in judged + saved if at > now)])
+        tick_s = TICK_S if registry.has_pending() else REST_S
+        return min([tick_s, *(at - now for at in judged + saved if at > now)])
 
     def _may_try(self, record: StepRecord) -> bool:
         return time.monotonic() >= self._not_before.get(record.key, 0.0)
@@ -230,10 +233,11 @@ class Upkeep:
 
     async def _checksumming(self) -> None:
         while True:
+            wake = self.registry.wake
             key = next((key for key, names in self.registry.to_checksum.items() if names), None)
             if key is None:
                 self.registry.to_checksum.clear()
-                await trio.sleep(QUIET_S)
+                await wake.wait()
                 continue
             await self._wait_for_quiet()
             record = self.registry.records.get(key)
@@ -278,7 +282,7 @@ class Upkeep:
                 with contextlib.suppress(OSError):
                     await trio.to_thread.run_sync(remove_tree, path, limiter=self._limiter)
                     self.registry.freed(path.name)
-            with trio.move_on_after(TICK_S):
+            with trio.move_on_after(REST_S):
                 await self.registry.trash_filled.wait()
             await trio.sleep(0.01)
 
