@@ -297,6 +297,22 @@ async def test_room_is_asked_for_before_it_is_out(place: Path) -> None:
 
 
 @needs_root
+async def test_a_tier_without_inodes_says_so_until_there_are_some(place: Path) -> None:
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="never", noswap=False)
+    async with running(RamTier(place, RamSettings(ballast="off"), SIZE, grant)) as tier:
+        assert tier.problems() == []
+        files = tier.usage().files
+        syscalls.mount("tierfs", str(place), "tmpfs", syscalls.MS_REMOUNT, f"nr_inodes={files + 1}")
+        (tier.root / "last").touch()
+        with pytest.raises(OSError, match="No space left"):
+            (tier.root / "one_more").touch()
+        (problem,) = tier.problems()
+        assert problem.severity == "error" and "no inode left" in problem.message
+        (tier.root / "last").unlink()
+        assert tier.problems() == []
+
+
+@needs_root
 async def test_the_ballast_comes_back_when_deleted_or_cut_by_hand(place: Path) -> None:
     grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
     async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:

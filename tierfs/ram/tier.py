@@ -162,9 +162,12 @@ class RamTier:
 
     def problems(self) -> list[RamProblem]:
         """What is wrong now. A tier that ran full stays listed until there is room again."""
-        if self._full is not None and self._room.state().free_bytes >= max(self._full[1], HUGE_PAGE):
+        state = self._room.state()
+        if self._full is not None and state.free_bytes >= max(self._full[1], HUGE_PAGE):
             self._full = None
         found = [] if self._full is None else [self._full[0]]
+        if state.files > 0 and state.files_free == 0:  # a tmpfs without a limit says that it has none of either
+            found.append(RamProblem("error", self._no_inodes(state.files)))
         if self._ballast is not None and self._ballast.problem:
             found.append(RamProblem("warning", self._ballast.problem))
         return found
@@ -400,6 +403,13 @@ class RamTier:
         )
         self._full = (RamProblem(severity, message, path), missing_bytes)
         log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", message)
+
+    def _no_inodes(self, files: int) -> str:
+        return (
+            f"the RAM tier has no inode left for another file ({files} files and directories): whoever makes one gets "
+            f"ENOSPC, though {format_size(self.usage().free_bytes)} are free; remove files, or allow more with "
+            f"`mount -o remount,nr_inodes=NUMBER {self.path}`"
+        )
 
     def _path_of(self, shard: _Shard) -> str:
         try:
