@@ -81,6 +81,8 @@ class Channel:
             raise MountError("this mount can't be taken over: its kernel does not resend requests; mount it anew")
         if error == errno.EPROTO:
             raise MountError(f"{state_path} is not the state of a channel of this version; mount anew")
+        if error == errno.ENOBUFS:
+            raise MountError("pipes of 128 KiB can't be had here: raise /proc/sys/fs/pipe-user-pages-soft")
         if error == errno.EBUSY:
             raise MountError("this process has a channel already")
         if error:
@@ -151,9 +153,7 @@ class Channel:
         kind = next((name for name, number in KINDS.items() if number and number == numbers[0]), "")
         # The version is known from the request, the rest only once libfuse answered it.
         proto = (numbers[3], numbers[4]) if numbers[6] else (0, 0)
-        return ChannelInfo(
-            kind, bool(numbers[1]), bool(numbers[2]), proto, reason.value.decode("utf-8", "replace")
-        )
+        return ChannelInfo(kind, bool(numbers[1]), bool(numbers[2]), proto, reason.value.decode("utf-8", "replace"))
 
     def takeovers(self) -> int:
         """How often this mount's process was replaced."""

@@ -6,71 +6,86 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const uint64_t MAGIC = 0x3148436672656974ULL; /* "tierfCH1" */
+static const uint64_t MAGIC = 0x3248436672656974ULL; /* "tierfCH2" */
 
 struct channel channel = {.lock = PTHREAD_MUTEX_INITIALIZER, .fuse_fd = -1, .max_write = MAX_WRITE};
 struct state *state;
 
 /* ---- start and takeover ---- */
 
-/* Maps the state file and, in a takeover, recovers it. Returns 0 or an errno; EPROTO: the file is not ours;
- * EOPNOTSUPP: the connection was made without resend, so it can't be taken over. */
-EXPORT int tierfs_channel_open(int fd, const char *path, int passthrough, int resend, int takeover) {
-    if (state) return EBUSY;
-    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC | (takeover ? 0 : O_TRUNC), 0600);
+/* Maps the state file, made anew with room for all of it, or in a takeover as it is. Returns 0 or an errno. */
+static int map_state(const char *path, bool takeover) {
+    int file = open(path, O_RDWR | O_CLOEXEC | (takeover ? 0 : O_CREAT | O_TRUNC), 0600);
+    if (file < 0) return takeover && errno == ENOENT ? EPROTO : errno;
     struct stat st;
-    if (file < 0) return errno;
-    if (fstat(file, &st) || (takeover && st.st_size != (off_t)sizeof *state) || ftruncate(file, sizeof *state)) {
-        int error = takeover ? EPROTO : errno;
-        close(file);
-        return error;
+    int error = fstat(file, &st) ? errno : 0;
+    if (!error && takeover && st.st_size != (off_t)sizeof *state) error = EPROTO;
+    /* Stores into a hole of a full tmpfs would end the process with SIGBUS. */
+    if (!error) error = posix_fallocate(file, 0, sizeof *state);
+    if (!error) {
+        void *mapped = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+        if (mapped == MAP_FAILED) error = errno;
+        else state = mapped;
     }
-    void *mapped = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    int error = errno;
     close(file);
-    if (mapped == MAP_FAILED) return error;
-    state = mapped;
+    return error;
+}
+
+/* What the killed process left; reads what the kernel sends again. Returns 0 or an errno. */
+static int take_over(void) {
+    if (state->magic != MAGIC || state->size != sizeof *state || !table_is_sound()) return EPROTO;
+    if (state->init_state == INIT_ANSWERED && !state->resend) return EOPNOTSUPP;
+    journal_recover();
+    backing_recover();
+    table_recover();
+    state->takeovers++;
+    int error = collect();
+    if (error) return error;
+    /* The kernel sends nothing else before INIT is answered, so if INIT did not come again, it was. */
+    if (state->init_state == INIT_SEEN && !requests_any(OP_INIT)) state->init_state = INIT_ANSWERED;
+    table_settle();
+    doubts_ask(0);
+    return 0;
+}
+
+/* To be called once in a process. Returns 0 or an errno; EPROTO: the file is not ours; EOPNOTSUPP: the connection was
+ * made without resend, so it can't be taken over; ENOBUFS: pipes are too small. */
+EXPORT int tierfs_channel_open(int fd, const char *path, int passthrough, int resend, int takeover) {
+    static bool opened;
+    if (opened) return EBUSY;
+    struct tube probe; /* bounds max_write, which is agreed before the threads make theirs */
+    int error = tube_open(&probe);
+    if (error) return error;
+    tube_close(&probe);
+    if ((error = map_state(path, takeover))) return error;
     channel.fuse_fd = fd;
     channel.want_passthrough = passthrough;
     channel.want_resend = resend;
     channel.may_passthrough = is_admin();
     channel.main_buffer = buffer_new();
-    struct tube probe; /* bounds max_write, which is agreed before the threads make theirs */
-    if ((error = tube_open(&probe))) goto fail;
-    close(probe.in);
-    close(probe.out);
     set_blocking(false);
-    if (!takeover) {
+    fcntl(fd, F_SETFD, FD_CLOEXEC); /* a child with it would keep the mount from ending */
+    if (takeover) {
+        error = take_over();
+    } else {
+        table_recover();
         state->size = sizeof *state;
         barrier();
         state->magic = MAGIC;
-    } else if (state->magic != MAGIC || state->size != sizeof *state) {
-        error = EPROTO;
-        goto fail;
-    } else if (state->init_state == INIT_ANSWERED && !state->resend) {
-        error = EOPNOTSUPP;
-        goto fail;
     }
-    journal_recover();
-    backing_recover();
-    table_recover();
-    if (!takeover) return 0;
-    state->takeovers++;
-    error = collect();
-    if (error) goto fail;
-    /* The kernel sends nothing else before INIT is answered, so if INIT did not come again, it was. */
-    if (state->init_state == INIT_SEEN && !requests_any(OP_INIT)) state->init_state = INIT_ANSWERED;
-    table_settle();
-    return 0;
-fail:
-    munmap(mapped, sizeof *state);
-    state = NULL;
-    channel.fuse_fd = -1;
+    opened = !error || (error != EPROTO && error != EOPNOTSUPP); /* later, the tables are not empty any more */
+    if (error) {
+        munmap(state, sizeof *state);
+        free(channel.main_buffer);
+        state = NULL;
+        channel.fuse_fd = -1;
+    }
     return error;
 }
 

@@ -8,10 +8,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-void backing_close(int32_t id) {
+/* False: there was none. */
+bool backing_close(int32_t id) {
     uint32_t number = (uint32_t)id;
-    if (id <= 0 || !ioctl(channel.fuse_fd, IOC_BACKING_CLOSE, &number)) return;
+    if (id <= 0) return false;
+    if (!ioctl(channel.fuse_fd, IOC_BACKING_CLOSE, &number)) return true;
     if (errno != ENOENT && errno != ENODEV && errno != EPERM) say("closing a backing id", errno);
+    return false;
 }
 
 /* Registers the attached file with the kernel once for each inode. False: not possible, errno says why. */
@@ -59,7 +62,7 @@ void backing_recover(void) {
     if (!state->opening) return;
     int32_t id = state->opening <= ROWS ? state->rows[state->opening - 1].backing_id : 0;
     if (id) state->last_backing = id;
-    else backing_close(++state->last_backing); /* it may not have been made: ENOENT then, and the next is newer */
+    else if (backing_close(state->last_backing + 1)) state->last_backing++; /* else it was not made */
     barrier();
     state->opening = 0;
 }

@@ -33,7 +33,8 @@
  *   - After a death the kernel sends every request again that it has no answer to (FUSE_NOTIFY_RESEND), before any
  *     other, bit 63 set in `unique`. So: a journalled OPEN that comes again never reached the kernel: its count is
  *     taken back. A journalled RELEASE that comes again is already counted. An entry whose request does not come
- *     again was answered.
+ *     again was answered. (One exception: its program was killed just then. The row is `doubtful`, and when the kernel
+ *     forgets the inode, nobody has it open; table.c.)
  *   - A backing id is in its row before the answer that names it goes out. The kernel hands ids out in order
  *     (idr_alloc_cyclic), so an id lost between ioctl and row is `last_backing + 1`, and a new process closes it.
  * Only one process at a time uses the file. Within it, `channel.lock` guards all that is declared here, and the loop's
@@ -45,6 +46,9 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#ifndef _FILE_OFFSET_BITS
+#define _FILE_OFFSET_BITS 64
+#endif
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -55,6 +59,8 @@
 #include <sys/uio.h>
 
 #include "protocol.h"
+
+_Static_assert(sizeof(off_t) == 8, "offsets of 64 bits");
 
 #define EXPORT __attribute__((visibility("default"))) /* all else is hidden: the library is loaded RTLD_GLOBAL */
 #define BUFFER_SIZE (MAX_WRITE + (1u << 16)) /* a request: header and names besides the data */
@@ -70,6 +76,7 @@ struct row {
     int32_t backing_id; /* 0: none */
     uint32_t opens, writers;
     uint16_t state, handle_len;
+    uint32_t doubtful; /* an OPEN counted by a killed process may never have reached the kernel */
     uint8_t handle[HANDLE_MAX];
 };
 struct entry {
@@ -145,7 +152,7 @@ uint64_t next_sequence(void);
 struct request *request_add(const struct in_header *h, uint32_t flags, uint32_t slot);
 struct request *request_take(uint64_t unique);
 void request_free(struct request *r);
-bool requests_open_before(uint64_t when);
+bool requests_may_attach(uint64_t nodeid, uint64_t when);
 bool requests_any(uint32_t op);
 bool requests_resent(uint32_t op, uint64_t nodeid);
 
@@ -159,6 +166,11 @@ void row_set_fd(const struct row *row, int fd);
 void row_touch(uint32_t i);
 void row_entries_add(uint32_t i, int change);
 void rows_sweep(void);
+void row_doubt(uint32_t i);
+void row_trust(uint32_t i);
+void rows_forgotten(const unsigned char *b, size_t n);
+void doubts_ask(uint64_t nodeid);
+bool table_is_sound(void);
 void table_recover(void);
 void table_settle(void);
 
@@ -171,6 +183,7 @@ void slot_seen(uint32_t slot);
 void slot_clear(uint32_t slot);
 uint32_t count_open(uint32_t i, uint64_t unique, bool writer);
 void uncount_open(uint32_t slot, uint32_t i, bool writer);
+void count_none(uint32_t i);
 uint32_t count_release(const struct in_header *h, uint32_t flags);
 void journal_recover(void);
 int collect(void);
@@ -179,7 +192,7 @@ int collect(void);
 
 bool is_admin(void);
 bool backing_make(int fd, uint32_t opening, int32_t *id);
-void backing_close(int32_t id);
+bool backing_close(int32_t id);
 void backing_recover(void);
 void probe_backing(void);
 
@@ -199,6 +212,7 @@ struct tube {
     int out, in; /* a pipe's reading and writing end */
 };
 int tube_open(struct tube *t);
+void tube_close(const struct tube *t);
 ssize_t tube_fill(const struct tube *t);
 bool tube_read(const struct tube *t, unsigned char *b, size_t n);
 unsigned char *buffer_new(void);
@@ -207,6 +221,7 @@ bool serve(unsigned char *b, size_t n, const struct tube *t);
 
 /* ---- drivers: pumps.c, customio.c, session.c ------------------------------------------------------------------- */
 
+void start_thread(void *(*run)(void *), void *argument);
 void set_blocking(bool blocking);
 void start_pumps(void);
 int start_socketpair(struct message *first);

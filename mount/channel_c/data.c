@@ -21,15 +21,25 @@
 /* A pipe needs a slot for each page and some for the headers, so half of it is used; without privileges its size is
  * limited (/proc/sys/fs/pipe-max-size), and requests are kept smaller then. */
 int tube_open(struct tube *t) {
+    enum { LEAST = 1 << 17 }; /* setxattr carries 64 KiB, and a splice into a pipe that is too small fails with EIO */
     int ends[2];
     if (pipe2(ends, O_CLOEXEC)) return errno;
     t->out = ends[0];
     t->in = ends[1];
-    if (fcntl(t->in, F_SETPIPE_SZ, 2 << 20) < 0) fcntl(t->in, F_SETPIPE_SZ, 1 << 20);
+    for (int size = 2 << 20; size >= LEAST && fcntl(t->in, F_SETPIPE_SZ, size) < 0;) size /= 2;
     int size = fcntl(t->in, F_GETPIPE_SZ);
-    uint32_t most = size < 0 ? 0 : (uint32_t)size / 2;
+    if (size < LEAST) {
+        tube_close(t);
+        return ENOBUFS;
+    }
+    uint32_t most = (uint32_t)size / 2;
     if (channel.max_write > most) channel.max_write = most < page_size() ? page_size() : most;
     return 0;
+}
+
+void tube_close(const struct tube *t) {
+    close(t->in);
+    close(t->out);
 }
 
 /* Takes a request from the device into the pipe. Returns its length or -1. */

@@ -64,7 +64,14 @@ void slot_clear(uint32_t slot) {
 
 bool is_writer(uint32_t flags) { return (flags & O_ACCMODE) != O_RDONLY; }
 
+/* Nobody has it open. */
+void count_none(uint32_t i) {
+    change(i, -(int)state->rows[i].opens, -(int)state->rows[i].writers, JOURNAL, (struct entry){0});
+    row_touch(i);
+}
+
 uint32_t count_open(uint32_t i, uint64_t unique, bool writer) {
+    row_trust(i);
     uint32_t slot = slot_free();
     change(i, 1, writer, slot, (struct entry){unique & ~UNIQUE_RESEND, i, OP_OPEN, writer, 0});
     return slot;
@@ -96,10 +103,15 @@ void journal_recover(void) {
         if (state->journal[slot].unique) row_entries_add(state->journal[slot].row % ROWS, 1);
 }
 
-/* Entries whose requests did not come again were answered. */
+/* Entries whose requests did not come again were answered, or taken back by a program that was killed. */
 static void settle(void) {
-    for (uint32_t slot = 0; slot < JOURNAL; slot++)
-        if (state->journal[slot].unique && !entry_seen[slot]) slot_clear(slot);
+    for (uint32_t slot = 0; slot < JOURNAL; slot++) {
+        const struct entry *e = &state->journal[slot];
+        if (!e->unique || entry_seen[slot]) continue;
+        if (e->op == OP_OPEN) row_doubt(e->row);
+        barrier();
+        slot_clear(slot);
+    }
 }
 
 /* Asks for the unanswered requests and reads them all, before anything else can be read. Returns 0 or an errno. */

@@ -14,9 +14,10 @@ enum {
     OP_FORGET = 2, OP_OPEN = 14, OP_READ = 15, OP_WRITE = 16, OP_RELEASE = 18, OP_INIT = 26, OP_CREATE = 35,
     OP_INTERRUPT = 36, OP_BATCH_FORGET = 42, OP_MAX = 64
 };
-enum { NOTIFY_RESEND = 7 };
+enum { NOTIFY_RESEND = 7, NOTIFY_PRUNE = 9 /* protocol 7.45, Linux 6.18 */ };
 
 #define UNIQUE_RESEND (1ULL << 63)
+#define INIT_LEAST 56u /* an INIT request of the oldest kernels: no flags2 */
 
 /* INIT flags; those of bit 32 and up are written as they stand in flags2 */
 #define INIT_SPLICE (7u << 7) /* SPLICE_WRITE, SPLICE_MOVE, SPLICE_READ */
@@ -71,6 +72,13 @@ struct rw_in { /* fuse_read_in and fuse_write_in have the same layout */
     uint64_t lock_owner;
     uint32_t flags, padding;
 };
+struct forget_one { /* of FORGET without its node id; BATCH_FORGET has a count and padding, then these */
+    uint64_t nodeid, nlookup;
+};
+struct prune_out { /* before the node ids */
+    uint32_t count, padding;
+    uint64_t spare;
+};
 struct backing_map {
     int32_t fd;
     uint32_t flags;
@@ -83,6 +91,7 @@ _Static_assert(sizeof(struct in_header) == 40 && sizeof(struct out_header) == 16
 _Static_assert(sizeof(struct init_out) == 64 && offsetof(struct init_out, flags2) == 32, "fuse_init_out");
 _Static_assert(sizeof(struct open_out) == 16 && sizeof(struct rw_in) == 40, "fuse_open_out, fuse_write_in");
 _Static_assert(sizeof(struct release_in) == 24 && sizeof(struct backing_map) == 16, "fuse_release_in, backing map");
+_Static_assert(sizeof(struct prune_out) == 16 && sizeof(struct forget_one) == 16, "fuse_notify_prune_out, forget");
 
 #define ENTRY_OUT_SIZE 128u  /* struct fuse_entry_out, before fuse_open_out in a CREATE reply */
 #define MAX_WRITE (1u << 20) /* 256 pages: what libfuse and the kernel's default limit allow */

@@ -18,7 +18,7 @@
 
 static int near_fd = -1, far_fd = -1; /* libfuse's end and ours */
 
-static void start_thread(void *(*run)(void *), void *argument) {
+void start_thread(void *(*run)(void *), void *argument) {
     pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
@@ -62,6 +62,7 @@ static void pass_on(unsigned char *b, size_t n) {
         say("passing a request on", error);
         pthread_mutex_lock(&channel.lock);
         struct request *r = request_take(h.unique);
+        if (r && r->op == OP_RELEASE) slot_clear(r->slot);
         if (r) request_free(r);
         pthread_mutex_unlock(&channel.lock);
         if (h.opcode != OP_FORGET && h.opcode != OP_BATCH_FORGET) reply(h.unique, error, NULL, 0);
@@ -85,9 +86,13 @@ static void *pump_in(void *argument) {
         if (n < 0 && errno == EAGAIN) {
             struct pollfd p = {.fd = channel.fuse_fd, .events = POLLIN};
             poll(&p, 1, -1);
-        } else if (n < 0 && errno != EINTR && errno != ENOENT) {
-            if (errno != ENODEV) say("reading /dev/fuse", errno);
+        } else if (n < 0 && errno == ENOMEM) {
+            poll(NULL, 0, 10);
+        } else if (n < 0 && errno == ENODEV) {
             break;
+        } else if (n < 0 && errno != EINTR && errno != ENOENT) {
+            say("reading /dev/fuse", errno);
+            abort(); /* a request may be lost on the way: the next process gets it again */
         } else if (n > 0) {
             size_t length = (size_t)n, have = length < headers ? length : headers;
             struct in_header h = {0};
@@ -104,8 +109,7 @@ static void *pump_in(void *argument) {
         }
     }
     unmounted();
-    close(t.in);
-    close(t.out);
+    tube_close(&t);
     free(b);
     return NULL;
 }

@@ -48,8 +48,13 @@ void request_free(struct request *r) {
     spare = r;
 }
 
-/* Whether an OPEN or CREATE that was read before `when` has no answer yet. */
-bool requests_open_before(uint64_t when) { return open_head && open_head->sequence < when; }
+/* Whether a request that was read before `when`, and has no answer yet, may have attached the file of this node: an
+ * OPEN of it, or a CREATE, which doesn't say of which. */
+bool requests_may_attach(uint64_t nodeid, uint64_t when) {
+    for (const struct request *r = open_head; r && r->sequence < when; r = r->open_next)
+        if (r->op == OP_CREATE || r->nodeid == nodeid) return true;
+    return false;
+}
 
 bool requests_any(uint32_t op) {
     for (uint32_t k = 0; k < BUCKETS; k++)

@@ -6,7 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-static void *session;
+static pthread_mutex_t session_lock = PTHREAD_MUTEX_INITIALIZER;
+static void *session; /* NULL again when libfuse frees it, which threads that still read the device must know */
 static void (*real_session_exit)(void *);
 
 static int find_library(struct dl_phdr_info *info, size_t size, void *found) {
@@ -29,7 +30,9 @@ void *libfuse_symbol(const char *name) { return libfuse() ? dlsym(libfuse(), nam
 
 /* Makes libfuse's loop return. */
 void session_exit(void) {
+    pthread_mutex_lock(&session_lock);
     if (session && real_session_exit) real_session_exit(session);
+    pthread_mutex_unlock(&session_lock);
 }
 
 static void *hook_session(void *made) {
@@ -76,4 +79,15 @@ void *_fuse_session_new_317(void *args, const void *op, size_t op_size, void *ve
 }
 void *_fuse_session_new(void *args, const void *op, size_t op_size, void *version, void *userdata) {
     CALL_REAL("_fuse_session_new", new_versioned, args, op, op_size, version, userdata);
+}
+
+EXPORT void fuse_session_destroy(void *made);
+
+void fuse_session_destroy(void *made) {
+    void (*real)(void *);
+    *(void **)&real = libfuse_symbol("fuse_session_destroy");
+    pthread_mutex_lock(&session_lock);
+    if (made == session) session = NULL;
+    pthread_mutex_unlock(&session_lock);
+    if (real) real(made);
 }

@@ -4,6 +4,8 @@
  */
 #include "channel.h"
 
+#include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 enum { INDEX = 131072 };
@@ -15,6 +17,7 @@ static uint64_t row_idle[ROWS];    /* sequence at the last attach or when the la
 static uint32_t row_entries[ROWS]; /* journal entries that name the row */
 static uint32_t idle_rows[ROWS], idle_count;
 static bool row_listed[ROWS];      /* in idle_rows */
+static uint32_t doubts;            /* doubtful rows */
 
 static uint32_t index_of(uint64_t nodeid) { return (uint32_t)((nodeid * 0x9E3779B97F4A7C15ULL) >> 47) % INDEX; }
 
@@ -65,6 +68,7 @@ static void row_free(uint32_t i) {
     uint32_t *p = &row_index[index_of(row->nodeid)];
     while (*p != i + 1) p = &row_next[*p - 1];
     *p = row_next[i];
+    row_trust(i);
     row->state = ROW_CLOSING;
     barrier();
     backing_close(row->backing_id);
@@ -76,12 +80,12 @@ static void row_free(uint32_t i) {
 }
 
 /* Frees rows without handles. One attached by a handler that has not answered yet must stay, so a row goes only when
- * every OPEN and CREATE that was unanswered at its last attach has been answered. */
+ * every request that may have attached it has been answered. Others don't matter: an OPEN can wait for minutes. */
 void rows_sweep(void) {
     for (uint32_t k = 0; k < idle_count;) {
         uint32_t i = idle_rows[k];
         bool idle = state->rows[i].opens == 0;
-        if (idle && (row_entries[i] || requests_open_before(row_idle[i]))) {
+        if (idle && (row_entries[i] || requests_may_attach(state->rows[i].nodeid, row_idle[i]))) {
             k++;
             continue;
         }
@@ -89,6 +93,88 @@ void rows_sweep(void) {
         idle_rows[k] = idle_rows[--idle_count];
         if (idle) row_free(i);
     }
+}
+
+/*
+ * Doubtful rows. A program that is killed after the kernel queued its OPEN again, and before we read it, takes the OPEN
+ * back, which looks as if it had been answered. The kernel forgets an inode when nobody has it open: if no other OPEN
+ * was counted by then, the count is 0. From Linux 6.18 on we ask it to forget; before, it does in its time.
+ */
+void row_doubt(uint32_t i) {
+    doubts += !state->rows[i].doubtful;
+    state->rows[i].doubtful = 1;
+}
+
+void row_trust(uint32_t i) {
+    doubts -= state->rows[i].doubtful != 0;
+    state->rows[i].doubtful = 0;
+}
+
+static void row_forgotten(uint64_t nodeid) {
+    struct row *row = row_find(nodeid);
+    if (!row || !row->doubtful) return;
+    row_trust(row_number(row));
+    if (row->opens) count_none(row_number(row));
+    rows_sweep();
+}
+
+/* A FORGET or BATCH_FORGET was read. */
+void rows_forgotten(const unsigned char *b, size_t n) {
+    struct in_header h;
+    struct forget_one one;
+    if (!doubts) return;
+    memcpy(&h, b, sizeof h);
+    if (h.opcode == OP_FORGET) row_forgotten(h.nodeid);
+    for (size_t at = sizeof h + 8; h.opcode == OP_BATCH_FORGET && at + sizeof one <= n; at += sizeof one) {
+        memcpy(&one, b + at, sizeof one);
+        row_forgotten(one.nodeid);
+    }
+}
+
+/* In a thread of its own and without the lock: the kernel may wait for answers to other requests meanwhile. */
+static void *ask_to_forget(void *argument) {
+    struct message *m = argument;
+    ssize_t ignored = write(channel.fuse_fd, m->data, m->len); /* EINVAL: an older kernel */
+    (void)ignored;
+    free(m);
+    return NULL;
+}
+
+/* Of this node, or of all (0). */
+void doubts_ask(uint64_t nodeid) {
+    enum { MOST = 64 };
+    struct out_header h = {.error = NOTIFY_PRUNE};
+    struct prune_out prune = {0};
+    unsigned char b[sizeof h + sizeof prune + MOST * sizeof(uint64_t)];
+    size_t n = sizeof h + sizeof prune;
+    for (uint32_t i = 0; doubts && i < ROWS && prune.count < MOST; i++) {
+        const struct row *row = &state->rows[i];
+        if (row->state != ROW_USED || !row->doubtful || (nodeid && row->nodeid != nodeid)) continue;
+        memcpy(b + n, &row->nodeid, sizeof row->nodeid);
+        n += sizeof(uint64_t);
+        prune.count++;
+    }
+    if (!prune.count) return;
+    h.len = (uint32_t)n;
+    memcpy(b, &h, sizeof h);
+    memcpy(b + sizeof h, &prune, sizeof prune);
+    start_thread(ask_to_forget, message_new(b, n));
+}
+
+/* Whether numbers in the state file that are used as places stay within it. */
+bool table_is_sound(void) {
+    const struct redo *d = &state->redo;
+    if (state->init_state > INIT_ANSWERED || state->init_len > INIT_MAX) return false;
+    if (state->init_state != INIT_NONE && state->init_len < INIT_LEAST) return false;
+    if (state->opening > ROWS + 1 || !memchr(state->reason, 0, sizeof state->reason)) return false;
+    if (d->valid && (d->row >= ROWS || d->slot > JOURNAL || (d->entry.unique && d->entry.row >= ROWS))) return false;
+    for (uint32_t i = 0; i < ROWS; i++)
+        if (state->rows[i].state > ROW_CLOSING || state->rows[i].handle_len > HANDLE_MAX) return false;
+    for (uint32_t slot = 0; slot < JOURNAL; slot++) {
+        const struct entry *e = &state->journal[slot];
+        if (e->unique && (e->row >= ROWS || state->rows[e->row].state != ROW_USED)) return false;
+    }
+    return true;
 }
 
 /* The rows of a process that was killed, and what it left half done. */
@@ -100,8 +186,12 @@ void table_recover(void) {
             barrier();
             row->state = ROW_FREE;
         }
-        if (row->state == ROW_USED) row_link(i);
-        else free_rows[free_count++] = i;
+        if (row->state == ROW_USED) {
+            row_link(i);
+            doubts += row->doubtful != 0;
+        } else {
+            free_rows[free_count++] = i;
+        }
     }
 }
 

@@ -34,8 +34,12 @@ bool inbound(unsigned char *b, size_t n) {
     switch (h.opcode) {
     case OP_INTERRUPT: /* needs no answer, and pyfuse3 can't interrupt a handler: the request itself is answered */
         return false;
+    case OP_FORGET:
+    case OP_BATCH_FORGET:
+        rows_forgotten(b, n);
+        return true;
     case OP_INIT:
-        if (n >= 56) keep_init(b, n);
+        if (n >= INIT_LEAST) keep_init(b, n);
         break;
     case OP_OPEN:
     case OP_CREATE:
@@ -221,6 +225,7 @@ ssize_t outbound(const struct iovec *iov, int count) {
     }
     int error = errno;
     slot_clear(slot);
+    if (r && r->op == OP_RELEASE) doubts_ask(r->nodeid);
     if (r) request_free(r);
     rows_sweep();
     pthread_mutex_unlock(&channel.lock);

@@ -3,6 +3,7 @@
     python channel_daemon.py FUSE_FD DIRECTORY fresh|takeover KIND PASSTHROUGH
 
 It dies by SIGKILL inside a handler where a file `crash/<operation>` asks for it ("before" or "after" doing the work).
+An open of a file whose name ends with "held" waits while `crash/open` says "hold".
 """
 
 # As close to the system calls as pyfuse3 itself.
@@ -69,6 +70,11 @@ def main() -> None:
                 order.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        async def hold(self, operation: str) -> None:
+            order = base / "crash" / operation
+            while order.exists() and order.read_text() == "hold":  # noqa: ASYNC110 - another process ends it
+                await trio.sleep(0.005)
+
         def attributes(self, st: os.stat_result) -> pyfuse3.EntryAttributes:
             e = pyfuse3.EntryAttributes()
             e.st_ino = 1 if st.st_ino == self.root_number else st.st_ino
@@ -134,6 +140,8 @@ def main() -> None:
 
         async def open(self, inode, flags, ctx):
             self.crash("open", "before")
+            if self.paths[inode].endswith("held"):
+                await self.hold("open")
             info = self.grant(inode, self.paths[inode])
             if flags & os.O_TRUNC:
                 os.truncate(f"/proc/self/fd/{channel.fd(inode)}", 0)

@@ -27,11 +27,21 @@ def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
         time.sleep(0.005)
 
 
+def with_faults(library: Path | None, orders: Path) -> dict[str, str]:
+    """The environment with channel_faults.c loaded, after what is loaded already (an address sanitizer)."""
+    if library is None:
+        return dict(os.environ)
+    before = os.environ.get("LD_PRELOAD", "")
+    return os.environ | {"LD_PRELOAD": f"{before} {library}".strip(), "TIERFS_FAULTS": str(orders)}
+
+
 class Rig:
     """`path` is the mount, `root` the directory behind it on a tmpfs of its own."""
 
-    def __init__(self, base: Path, kind: str, passthrough: str) -> None:
+    def __init__(self, base: Path, kind: str, passthrough: str, faults: Path | None = None) -> None:
         self.base, self.kind, self.passthrough = base, kind, passthrough
+        self.faults = base / "faults"
+        self._preload = faults
         self.tmpfs, self.path, self.log = base / "ram", base / "mount", base / "log"
         self.root = self.tmpfs / "root"
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -49,6 +59,7 @@ class Rig:
                 [sys.executable, Path(__file__).with_name("channel_keeper.py"), self.base, self.kind, self.passthrough],
                 stdout=log,
                 stderr=log,
+                env=with_faults(self._preload, self.faults),
             )
         wait_until((self.base / "daemon.pid").exists)
         self.status()
@@ -65,6 +76,12 @@ class Rig:
         """Kills the daemon that runs now."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def order(self, name: str, what: str) -> None:
+        """A fault for channel_faults.c, which must be loaded."""
+        self.faults.mkdir(exist_ok=True)
+        (self.faults / f"{name}.new").write_text(what)
+        (self.faults / f"{name}.new").rename(self.faults / name)
 
     def crash_in(self, operation: str, when: str = "before") -> None:
         (self.tmpfs / "crash" / operation).write_text(when)
@@ -88,6 +105,11 @@ class Rig:
         self._keeper.wait(10)
         return self.exits()[-1]
 
+    def force(self) -> None:
+        """Ends the connection: what waits for an answer gets an error."""
+        _libc.umount2(os.fsencode(self.path), 1)
+        _libc.umount2(os.fsencode(self.path), 2)
+
     def destroy(self) -> None:
         if self._keeper is not None and self._keeper.poll() is None:
             self._keeper.kill()
@@ -99,8 +121,13 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(base: Path, kind: str, passthrough: str) -> Iterator[Rig]:
-    made = Rig(base, kind, passthrough)
+def rig(
+    base: Path, kind: str, passthrough: str, *, faults: Path | None = None, orders: dict[str, str] | None = None
+) -> Iterator[Rig]:
+    """`faults`: channel_faults.c, compiled; `orders` are given to it before the start."""
+    made = Rig(base, kind, passthrough, faults)
+    for name, what in (orders or {}).items():
+        made.order(name, what)
     try:
         made.start()
         yield made
