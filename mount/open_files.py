@@ -49,7 +49,7 @@ class OpenFiles:
         self._unlinked.mkdir(mode=0o700, exist_ok=True)
         self._kept: set[int] = set()
         for left in self._unlinked.iterdir():
-            # Nothing else has its name made of digits; what somebody else put there must not keep a daemon from starting.
+            # Our names are numbers; whatever else somebody put there must not keep a daemon from starting.
             if left.name.isdecimal() and channel.handles(int(left.name)).opens:
                 self._kept.add(int(left.name))
             else:

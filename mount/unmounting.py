@@ -29,7 +29,13 @@ def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_b
     when it is not mounted and must be.
     """
     record = read_record(instance)
-    assert record is not None, "an instance is found by its record"
+    if record is None:  # it was found by its name
+        if must_be_mounted or is_running(instance):
+            raise InstanceError(
+                f"{instance.mount_record} is damaged, so nobody knows where {instance.name} is mounted: unmount it by "
+                f"its mount point, then `tierfs umount --discard {instance.name}` frees what it left"
+            )
+        return Unmounted("", "")
     mountpoint = record.mountpoint
     entry = kernel_mount.find_mount(mountpoint)
     is_mounted = entry is not None and entry.is_tierfs and other_on(mountpoint, instance) is None
