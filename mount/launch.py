@@ -35,8 +35,10 @@ from mount.runtime import (
     write_record,
 )
 from tierfs.errors import MountError
+from tierfs.ram.memory import total_memory_bytes
 from tierfs.settings import Settings
 from tierfs.settings_sources import load_settings, settings_from_json, settings_to_json, split_mount_options
+from tierfs.units import format_size
 
 READY_WITHIN_S = 30.0
 _TAIL_LINES = 15
@@ -104,6 +106,11 @@ def prepare_mount(
         running = settings_from_json(instance.settings.read_text())
         return Prepared(instance, running, before, True, tuple(notes))
 
+    if settings.size > (memory := total_memory_bytes()):
+        notes.append(
+            f"the RAM tier of {format_size(settings.size)} is larger than the memory there is, {format_size(memory)}: "
+            "steps that fill it leave none for programs"
+        )
     _free_mountpoint(place, instance)
     if before is not None and before.mountpoint != str(place):
         _free_mountpoint(Path(before.mountpoint), instance, must=False)

@@ -81,6 +81,12 @@ def test_the_size_follows_the_setting_when_the_tier_is_found_again(real: Rig) ->
     assert os.statvfs(real.place).f_blocks * os.statvfs(real.place).f_frsize == 96 << 20
 
 
+def test_a_tier_larger_than_the_memory_is_mounted_with_a_warning(real: Rig) -> None:
+    assert "larger than the memory there is" in real.mount("size=64TiB").stderr
+    assert tierfs("umount", real.place).returncode == 0
+    assert real.mount().stderr == ""
+
+
 def test_mount_points_that_can_not_be_used_are_refused_in_one_line(real: Rig) -> None:
     (real.place / "old").touch()
     assert "is not empty (it holds 'old'" in refused(real)
