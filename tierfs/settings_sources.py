@@ -114,7 +114,7 @@ def split_mount_options(options: Sequence[str]) -> MountOptions:
             key = key.strip()
             if key in _KERNEL_OPTIONS and not equals:
                 kernel.append(key)
-            elif not key or key in _IGNORED_OPTIONS or key.lower().startswith("x-"):
+            elif not option.strip() or key in _IGNORED_OPTIONS or key.lower().startswith("x-"):
                 continue
             else:
                 settings.append((key, value if equals else "on"))

@@ -118,6 +118,7 @@ def test_every_error_names_key_value_remedy_and_source(toml: Any) -> None:
         ("ram.balast=off", "ram.balast", 'did you mean "ram.ballast"?'),
         ("ram=3", "ram", "is a section"),
         ("qqqqqq=1", "qqqqqq", "config show"),
+        ("=3G", "", "unknown setting"),
         ("namespaces.run.log.level=debug", "namespaces.run.log.level", "unknown"),
         ("passthrough=maybe", "passthrough", "must be one of auto, off"),
         ("durability.fsync=replica", "durability.fsync", "must be ram"),
