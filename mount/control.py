@@ -91,7 +91,7 @@ class ControlServer:
             request = json.loads(line)
             if not isinstance(request, dict) or not isinstance(request.get("op"), str):
                 raise ValueError('a request is an object with "op"')
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             await connection.fail(InstanceError(f"not a request: {error}"))
             return
         op = request.pop("op")

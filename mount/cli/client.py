@@ -86,7 +86,7 @@ def _connect(instance: Instance) -> socket.socket:
             with unix_address(instance.control_socket) as address:
                 connection.connect(address)
             return connection
-        except (FileNotFoundError, ConnectionRefusedError) as error:
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:  # the last: many ask already
             connection.close()
             if not is_running(instance):
                 raise InstanceError(_not_mounted(instance)) from error

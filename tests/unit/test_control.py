@@ -96,7 +96,7 @@ async def test_nonsense_gets_an_error_and_the_connection_goes_on(tmp_path: Path)
     async with served(tmp_path / "one") as instance:
         stream = await trio.open_unix_socket(instance.control_socket)
         async with stream:
-            for nonsense in (b"not json\n", b"[1]\n", b'{"op": 5}\n', b'{"op": "nothing"}\n'):
+            for nonsense in (b"not json\n", b"[1]\n", b"[" * 100_000 + b"\n", b'{"op": 5}\n', b'{"op": "nothing"}\n'):
                 await stream.send_all(nonsense)
                 reply = json.loads(await stream.receive_some())
                 assert reply["ok"] is False and reply["error"]["kind"] == "InstanceError"
