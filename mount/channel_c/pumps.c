@@ -47,8 +47,9 @@ static void unmounted(void) {
     }
 }
 
-static void pass_on(unsigned char *b, size_t n) {
-    if (serve(b, n, NULL)) return;
+/* `t`: an empty pipe, if there is one. */
+static void pass_on(unsigned char *b, size_t n, const struct tube *t) {
+    if (serve(b, n, t)) return;
     if (channel.kind == KIND_CUSTOMIO) {
         wake(message_new(b, n));
         return;
@@ -77,7 +78,7 @@ static void *pump_in(void *argument) {
     if (argument) { /* the first one: what the takeover found waiting */
         for (struct message *m; (m = queue_pop(&channel.backlog)); free(m)) {
             memcpy(b, m->data, m->len);
-            pass_on(b, m->len);
+            pass_on(b, m->len, NULL);
         }
     }
     for (;;) {
@@ -105,7 +106,7 @@ static void *pump_in(void *argument) {
             pthread_mutex_unlock(&channel.lock);
             if (data && serve(b, length, &t)) continue;
             if (data && !tube_read(&t, b + have, length - have)) abort();
-            if (go_on) pass_on(b, length);
+            if (go_on) pass_on(b, length, data ? NULL : &t);
         }
     }
     unmounted();
@@ -152,7 +153,7 @@ static void *pump_first(void *argument) { /* a fresh mount: INIT comes alone, th
         pthread_mutex_unlock(&channel.lock);
         first = message_new(b, (size_t)n);
     }
-    pass_on(first->data, first->len);
+    pass_on(first->data, first->len, NULL);
     free(first);
     return NULL;
 }

@@ -103,6 +103,7 @@ static void shape_init(unsigned char *b, size_t *n) {
         if (state->resend) out.flags2 |= INIT2_HAS_RESEND;
         if (state->allow_mmap) out.flags2 |= INIT2_DIRECT_IO_ALLOW_MMAP;
     }
+    if (out.max_readahead < MAX_READAHEAD) out.max_readahead = MAX_READAHEAD; /* libfuse knows the limit at the start */
     if (out.max_write > channel.max_write) { /* pipes and socket pairs without privileges carry less */
         out.max_write = channel.max_write;
         if (out.flags & INIT_MAX_PAGES) out.max_pages = (uint16_t)(channel.max_write / page_size());

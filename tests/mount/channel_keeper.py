@@ -15,12 +15,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mount.kernel_mount import read_far_ahead
+
 base, kind, passthrough = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
 options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other"
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.mount(b"channel-test", os.fsencode(base / "mount"), b"fuse.channeltest", 6, options.encode()) != 0:
     sys.exit(os.strerror(ctypes.get_errno()))
+read_far_ahead(str(base / "mount"))
 mode = "fresh"
 while True:
     daemon = subprocess.Popen(

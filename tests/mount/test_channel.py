@@ -98,6 +98,20 @@ def test_all_ways_of_reading_and_writing_agree(mounted: Rig) -> None:
     assert mounted.unmount() == 0
 
 
+def test_files_that_are_not_passed_through_are_read_far_ahead(mounted: Rig) -> None:
+    device = mounted.path.stat().st_dev
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    if not os.access(setting, os.W_OK):
+        pytest.skip("the read-ahead of a mount can't be set here")
+    assert setting.read_text() == "2048\n"
+    content = os.urandom(4 * MIB + 5)
+    (mounted.path / "file").write_bytes(content)
+    before = mounted.status()["counters"].get("read", 0)
+    with (mounted.path / "file").open("rb", buffering=0) as f:
+        assert b"".join(iter(lambda: f.read(4096), b"")) == content
+    assert mounted.status()["counters"].get("read", 0) - before < 15
+
+
 def test_counts_follow_opens_and_releases(mounted: Rig) -> None:
     path = mounted.path / "file"
     path.write_bytes(b"x")
