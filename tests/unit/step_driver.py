@@ -259,6 +259,8 @@ class Driver:
             record.touched_at -= seconds
             record.looked = {pid: at - seconds for pid, at in record.looked.items()}
             record.judge_after = record.save_after = 0.0
+        failed = self.upkeep._not_before
+        failed.update({key: at - seconds for key, at in failed.items()})
 
     async def settle(self, *, seconds: float = 0.0) -> None:
         """Let so much time pass, and do all that is to be done beside the requests, but checksums."""

@@ -514,6 +514,23 @@ async def test_no_room_to_note_a_commit_costs_nothing(driver: Driver, monkeypatc
     assert driver.loaded(STEP) == 2
 
 
+async def test_a_judgement_that_failed_is_made_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    driver.mkdirs(STEP)
+    for name, size in FILES.items():
+        await driver.write(f"{STEP}/{name}", content(1, name, size))
+    await driver.write(f"{STEP}/{MARKER}", marker(1, FILES))
+    with monkeypatch.context() as patch:
+        patch.setattr("tierfs.steps.upkeep.judge", fail)
+        await driver.settle()
+    await driver.settle()
+    assert driver.state(STEP) == "writing"
+    await driver.settle(seconds=20)
+    assert driver.state(STEP) == "complete"
+
+
 # --- moving
 
 
@@ -536,6 +553,17 @@ async def test_a_step_and_a_namespace_take_everything_along(driver: Driver, trai
     driver.restart()
     assert sorted(record.rel for record in driver.registry.records.values()) == ["other/step_5", "other/step_7"]
     assert driver.record("other/step_7").manifest.pinned
+
+
+async def test_a_step_moved_before_it_was_judged_completes_under_its_new_name(driver: Driver) -> None:
+    driver.mkdirs(STEP)
+    for name, size in FILES.items():
+        await driver.write(f"{STEP}/{name}", content(1, name, size))
+    await driver.write(f"{STEP}/{MARKER}", marker(1, FILES))
+    await driver.rename(STEP, "run/step_9")
+    await driver.settle()
+    assert driver.state("run/step_9") == "complete"
+    assert driver.latest() == "step_9"
 
 
 async def test_a_step_moved_away_while_it_is_overwritten_is_moved_whole(driver: Driver) -> None:

@@ -141,6 +141,7 @@ class StepRegistry:
             record.directory = self.root / where.step_rel
             self.records[record.key] = record
             self.checksum_soon(record, waiting[key])
+            self.judge_soon(record)  # who asked for it before knew it by its old name
             self.save_or_later(record)
         # Only now: a manifest must name an old generation at every moment, or a new daemon frees it.
         for key in left:

@@ -86,15 +86,17 @@ class Upkeep:
         registry = self.registry
         for key in list(registry.to_judge):
             record = registry.records.get(key)
-            if record is not None and not record.is_complete and time.monotonic() < record.judge_after:
+            if record is None or record.is_complete:
+                registry.to_judge.discard(key)
+                continue
+            if time.monotonic() < record.judge_after or not self._may_try(record):
                 continue
             registry.to_judge.discard(key)
-            if record is not None and not record.is_complete and self._may_try(record):
-                began = time.monotonic()
-                with self._tried_again(record):
-                    await self._judge(record)
-                ended = time.monotonic()
-                record.judge_after = max(record.judge_after, ended + JUDGE_SHARE * (ended - began))
+            began = time.monotonic()
+            with self._tried_again(record):
+                await self._judge(record)
+            ended = time.monotonic()
+            record.judge_after = max(record.judge_after, ended + JUDGE_SHARE * (ended - began))
         for record in list(registry.records.values()):
             if registry.records.get(record.key) is record and self._may_try(record):
                 with self._tried_again(record):
