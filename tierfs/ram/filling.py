@@ -26,7 +26,7 @@ _IDLE_LOOK_S = 1.0
 _REST_LOOK_S = 5.0
 _PLENTY = 0.25
 _SET_RIGHT_S = 4.0  # what is made up for was done by hand
-_RELEASE_LOOK_S = 0.05
+_RELEASE_LOOK_S = 0.02  # after a release, and twice as long each time nothing came of it
 _SAVING_LOOK_S = 0.1
 _MEMORY_LOOK_S = 0.3
 
@@ -49,6 +49,7 @@ class BallastKeeper:
         self._warm_bytes = 0
         self._warm_until = 0.0
         self._release_until = 0.0
+        self._release_look_s = _RELEASE_LOOK_S
         self._set_right_at = 0.0
         self._memory_read = 0
         self._memory_read_at = -_MEMORY_LOOK_S
@@ -62,6 +63,7 @@ class BallastKeeper:
     def room_was_released(self) -> None:
         """Data was deleted or trimmed. The kernel frees its pages once the last user is gone, so look some times."""
         self._release_until = time.monotonic() + _WARM_S
+        self._release_look_s = _RELEASE_LOOK_S
         self._changed.set()
 
     def save_is_running(self, saving: bool) -> None:
@@ -109,7 +111,8 @@ class BallastKeeper:
         if missing == 0:
             self._tell("")
             if now < self._release_until:
-                return _RELEASE_LOOK_S
+                self._release_look_s *= 2
+                return self._release_look_s
             is_plenty = self._available_memory(self._room.ballast.held_bytes(), now) > self._total_memory * _PLENTY
             return _REST_LOOK_S if is_plenty else _IDLE_LOOK_S
         if self._saving:
