@@ -255,9 +255,7 @@ class CpuMeter:
 
 def daemon_cpu(instance: Instance, label: str) -> list[Row]:
     """(f) CPU seconds of the daemon a GiB written, and a GiB removed (the room goes back to the ballast)."""
-    first = (
-        instance.mountpoint / "cpu" / "step_0"
-    )  # the sizes are known, as in a job after its first save
+    first = instance.mountpoint / "cpu" / "step_0"  # the sizes are known, as in a job after its first save
     first.mkdir(parents=True)
     write_file(first / "model.pt", GIB)
     tierfs("commit", first)

@@ -1,18 +1,18 @@
 """Every failure that tierfs itself reports, as one tree.
 
-    TierfsError                     anything below; carries an errno for the kernel and an exit code for the shell
-    ├── SettingsError               a setting is unknown, malformed or contradicts another
-    ├── PathRefused                 a name that must not reach the tree (from the wire or a command)
-    ├── NotAStep                    the path is not inside a step
-    ├── NotFound                    no such instance, namespace, step or file
-    ├── StepBusy                    the step has open writers, so the request can't be done now
-    ├── CommitRefused               a marker was renamed into place but files it names are missing or short (EIO)
-    ├── MarkerUnreadable            a marker file could not be parsed safely
-    ├── ManifestDamaged             a step's manifest in the RAM tier could not be read
-    ├── NoRoom                      the RAM tier is full and nothing in it may be evicted (ENOSPC)
-    ├── ChecksumMismatch            bytes differ from what was sealed (EIO)
-    ├── MountError                  mounting, unmounting or taking over failed
-    └── InstanceError               a running instance can't be reached or refused the request
+TierfsError                     anything below; carries an errno for the kernel and an exit code for the shell
+├── SettingsError               a setting is unknown, malformed or contradicts another
+├── PathRefused                 a name that must not reach the tree (from the wire or a command)
+├── NotAStep                    the path is not inside a step
+├── NotFound                    no such instance, namespace, step or file
+├── StepBusy                    the step has open writers, so the request can't be done now
+├── CommitRefused               a marker was renamed into place but files it names are missing or short (EIO)
+├── MarkerUnreadable            a marker file could not be parsed safely
+├── ManifestDamaged             a step's manifest in the RAM tier could not be read
+├── NoRoom                      the RAM tier is full and nothing in it may be evicted (ENOSPC)
+├── ChecksumMismatch            bytes differ from what was sealed (EIO)
+├── MountError                  mounting, unmounting or taking over failed
+└── InstanceError               a running instance can't be reached or refused the request
 """
 
 from __future__ import annotations
