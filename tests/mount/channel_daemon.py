@@ -7,7 +7,6 @@ An open of a file whose name ends with "held" waits while `crash/open` says "hol
 """
 
 # As close to the system calls as pyfuse3 itself.
-# ruff: noqa: PTH101, PTH102, PTH108, PTH118
 
 from __future__ import annotations
 

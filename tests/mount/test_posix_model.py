@@ -4,7 +4,6 @@ TIERFS_MODEL_EXAMPLES sets how many sequences are tried (soak runs use thousands
 """
 
 # It compares system calls, so it makes them by their own names.
-# ruff: noqa: PTH101, PTH102, PTH106, PTH108, PTH115, PTH211
 
 from __future__ import annotations
 

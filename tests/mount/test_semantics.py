@@ -1,7 +1,6 @@
 """What docs/semantics.md promises: its examples, and the promises an example can't show, on real mounts."""
 
 # It makes system calls by their own names.
-# ruff: noqa: PTH101, PTH108, PTH211
 
 from __future__ import annotations
 
