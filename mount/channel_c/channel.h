@@ -221,7 +221,7 @@ bool serve(unsigned char *b, size_t n, const struct tube *t);
 
 /* ---- drivers: pumps.c, customio.c, session.c ------------------------------------------------------------------- */
 
-void start_thread(void *(*run)(void *), void *argument);
+bool start_thread(void *(*run)(void *), void *argument);
 void set_blocking(bool blocking);
 void start_pumps(void);
 int start_socketpair(struct message *first);

@@ -18,18 +18,20 @@
 
 static int near_fd = -1, far_fd = -1; /* libfuse's end and ours */
 
-void start_thread(void *(*run)(void *), void *argument) {
+bool start_thread(void *(*run)(void *), void *argument) {
     pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are Python's */
     int error = pthread_create(&thread, NULL, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error) {
-        say("starting a thread", error);
-        abort();
-    }
-    pthread_detach(thread);
+    if (error) say("starting a thread", error);
+    else pthread_detach(thread);
+    return !error;
+}
+
+static void start_pump(void *(*run)(void *), void *argument) {
+    if (!start_thread(run, argument)) abort(); /* the keeper tries again with a new process */
 }
 
 void set_blocking(bool blocking) {
@@ -132,7 +134,7 @@ static void *pump_out(void *argument) {
 void start_pumps(void) {
     set_blocking(true);
     int count = state->passthrough ? 1 : 3;
-    for (int k = 0; k < count; k++) start_thread(pump_in, k == 0 ? &channel.backlog : NULL);
+    for (int k = 0; k < count; k++) start_pump(pump_in, k == 0 ? &channel.backlog : NULL);
 }
 
 static void *pump_first(void *argument) { /* a fresh mount: INIT comes alone, the pumps start at its answer */
@@ -176,7 +178,7 @@ int start_socketpair(struct message *first) {
         if (channel.max_write > most) channel.max_write = most;
     }
     channel.kind = KIND_SOCKETPAIR;
-    start_thread(pump_out, NULL);
-    start_thread(pump_first, first);
+    start_pump(pump_out, NULL);
+    start_pump(pump_first, first);
     return near_fd;
 }

@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { INDEX = 131072 };
@@ -63,6 +64,20 @@ void row_set_fd(const struct row *row, int fd) { row_fds[row_number(row)] = fd +
 
 void row_entries_add(uint32_t i, int change) { row_entries[i] += (uint32_t)change; }
 
+static void *close_slowly(void *argument) {
+    close((int)(intptr_t)argument);
+    return NULL;
+}
+
+/* Closing the last descriptor of a file without a name frees its pages, which takes a while for a large one: never in
+ * a thread that answers requests, nor with the lock held. */
+static void close_file(int fd) {
+    enum { LARGE_BLOCKS = (16 << 20) / 512 };
+    struct stat st;
+    bool slow = !fstat(fd, &st) && !st.st_nlink && st.st_blocks > LARGE_BLOCKS;
+    if (!slow || !start_thread(close_slowly, (void *)(intptr_t)fd)) close(fd);
+}
+
 static void row_free(uint32_t i) {
     struct row *row = &state->rows[i];
     uint32_t *p = &row_index[index_of(row->nodeid)];
@@ -72,7 +87,7 @@ static void row_free(uint32_t i) {
     row->state = ROW_CLOSING;
     barrier();
     backing_close(row->backing_id);
-    if (row_fds[i]) close(row_fds[i] - 1);
+    if (row_fds[i]) close_file(row_fds[i] - 1);
     row_fds[i] = 0;
     barrier();
     row->state = ROW_FREE;
@@ -158,7 +173,8 @@ void doubts_ask(uint64_t nodeid) {
     h.len = (uint32_t)n;
     memcpy(b, &h, sizeof h);
     memcpy(b + sizeof h, &prune, sizeof prune);
-    start_thread(ask_to_forget, message_new(b, n));
+    struct message *m = message_new(b, n);
+    if (!start_thread(ask_to_forget, m)) free(m);
 }
 
 /* Whether numbers in the state file that are used as places stay within it. */

@@ -216,9 +216,13 @@ ssize_t outbound(const struct iovec *iov, int count) {
     } else if (r && !h.error && total < sizeof b &&
                ((r->op == OP_OPEN && total >= 32) || (r->op == OP_CREATE && total >= 32 + ENTRY_OUT_SIZE))) {
         sent = answer_open(r, b, total, &slot);
+    } else if (r && r->op == OP_RELEASE) {
+        slot = r->slot; /* keeps the row; the kernel may drop the inode and its whole page cache before it returns */
+        pthread_mutex_unlock(&channel.lock);
+        sent = send_all(iov, count, total);
+        pthread_mutex_lock(&channel.lock);
     } else if (r) {
         sent = send_all(iov, count, total);
-        if (r->op == OP_RELEASE) slot = r->slot;
     } else { /* nothing of ours: no need to hold the lock */
         pthread_mutex_unlock(&channel.lock);
         sent = send_all(iov, count, total);

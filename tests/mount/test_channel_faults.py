@@ -142,6 +142,22 @@ def test_other_opens_of_a_doubtful_file_stay_counted(mounted: Rig) -> None:
     wait_until(lambda: mounted.status()["open"] == {})
 
 
+def test_requests_are_answered_while_a_large_file_without_a_name_is_freed(mounted: Rig) -> None:
+    before = mounted.used()
+    path = mounted.path / "file"
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY)
+    os.write(fd, b"x" * (24 * MIB))
+    path.unlink()
+    mounted.order("close", "wait")
+    os.close(fd)
+    wait_until(lambda: not (mounted.faults / "close").exists())
+    assert mounted.status()["open"] == {}
+    (mounted.path / "other").write_bytes(b"x")
+    assert mounted.used() - before > 20 * MIB
+    mounted.order("go", "")
+    wait_until(lambda: mounted.used() - before < MIB)
+
+
 def test_files_are_let_go_while_an_open_waits(mounted: Rig) -> None:
     (mounted.path / "held").write_bytes(b"x")
     (mounted.tmpfs / "crash" / "open").write_text("hold")
