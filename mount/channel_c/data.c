@@ -21,14 +21,15 @@
 /* A pipe needs a slot for each page and some for the headers, so half of it is used; without privileges its size is
  * limited (/proc/sys/fs/pipe-max-size), and requests are kept smaller then. */
 int tube_open(struct tube *t) {
-    enum { LEAST = 1 << 17 }; /* setxattr carries 64 KiB, and a splice into a pipe that is too small fails with EIO */
+    /* setxattr carries 64 KiB, and a splice into a pipe with too few slots fails with EIO */
+    const int least = page_size() > 1 << 15 ? 4 * (int)page_size() : 1 << 17;
     int ends[2];
     if (pipe2(ends, O_CLOEXEC)) return errno;
     t->out = ends[0];
     t->in = ends[1];
-    for (int size = 2 << 20; size >= LEAST && fcntl(t->in, F_SETPIPE_SZ, size) < 0;) size /= 2;
+    for (int size = 2 << 20; size >= least && fcntl(t->in, F_SETPIPE_SZ, size) < 0;) size /= 2;
     int size = fcntl(t->in, F_GETPIPE_SZ);
-    if (size < LEAST) {
+    if (size < least) {
         tube_close(t);
         return ENOBUFS;
     }
