@@ -159,6 +159,11 @@ async def test_a_full_speed_writer_finds_room_up_to_the_tiers_size_though_the_ba
         assert SIZE - already - 64 * 1024 <= written <= SIZE - already
         await until(lambda: bool(tier.problems()), "nobody said that the tier is full")
         assert any(p.path == "shard" and "ENOSPC" in p.message for p in tier.problems())
+        small, small_node = make(tier, "small")
+        tier.begin_shard(small_node, small, None)
+        tier.end_shard(small_node)
+        os.close(small)
+        assert [p.path for p in tier.problems()] == ["shard"], "a file of no size did not fill the tier"
         tier.end_shard(node)
         os.close(fd)
         assert tier.usage().free_bytes <= 64 * 1024
@@ -236,8 +241,8 @@ async def test_a_shard_that_ends_while_another_is_given_room_is_left_alone(place
     grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=False)
     tier = RamTier(place, RamSettings(ballast="off"), SIZE, grant)
     first, ending, last = (os.open(tier.root / name, os.O_RDWR | os.O_CREAT) for name in ("first", "ending", "last"))
-    for fd in (first, ending):
-        tier.begin_shard(os.fstat(fd).st_ino, fd, 96 * MIB)
+    for fd, expected_bytes in ((first, 192 * MIB), (ending, 32 * MIB)):
+        tier.begin_shard(os.fstat(fd).st_ino, fd, expected_bytes)
     async with running(tier):
         with trio.fail_after(20):
             while os.fstat(first).st_blocks == 0:  # a thread is about to give it the rest

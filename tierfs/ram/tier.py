@@ -45,6 +45,9 @@ _GUESSES_A_SECOND = 20
 _ASK_AGAIN_S = 0.02
 _ASK_AGAIN_REFUSED_S = 1.0
 
+# In a full tier every file that is closed is a reason to say so; the first of them is the one to name.
+_SAY_AGAIN_S = 10.0
+
 
 @dataclass(frozen=True)
 class RamUsage:
@@ -132,6 +135,7 @@ class RamTier:
         self._ask_at = 0.0
         self._guesses: list[float] = []
         self._full: tuple[RamProblem, int] | None = None
+        self._say_again_at = 0.0
         self._room: Room
         self._ballast: BallastKeeper | None = None
         if grant is None:
@@ -163,7 +167,8 @@ class RamTier:
     def problems(self) -> list[RamProblem]:
         """What is wrong now. A tier that ran full stays listed until there is room again."""
         state = self._room.state()
-        if self._full is not None and state.free_bytes >= max(self._full[1], HUGE_PAGE):
+        # Half of it is room again, also when a writer wanted more than the whole.
+        if self._full is not None and state.free_bytes >= max(min(self._full[1], self.size_bytes // 2), HUGE_PAGE):
             self._full = None
         found = [] if self._full is None else [self._full[0]]
         if state.files > 0 and state.files_free == 0:  # a tmpfs without a limit says that it has none of either
@@ -235,7 +240,9 @@ class RamTier:
             return
         free = self._room.state().free_bytes + _unwritten_bytes(shard)
         if self.grant is not None and free < HUGE_PAGE:
-            self._note_full(shard, HUGE_PAGE, free)
+            _look(shard, time.monotonic())
+            largest = max([shard, *self._shards.values()], key=lambda one: one.size_bytes)  # a small one fills no tier
+            self._note_full(largest, HUGE_PAGE, free)
         if shard is not self._busy:  # Else a thread is giving it room, and `_give` ends it after that.
             self._finish(shard)
 
@@ -392,7 +399,8 @@ class RamTier:
     def _note_full(self, shard: _Shard, missing_bytes: int, free_bytes: int) -> None:
         path = self._path_of(shard)
         severity = "error" if free_bytes < HUGE_PAGE else "warning"
-        if self._full is not None and (self._full[0].severity, self._full[0].path) == (severity, path):
+        said = self._full[0] if self._full is not None else None
+        if said and said.severity == severity and (said.path == path or time.monotonic() < self._say_again_at):
             return
         state = "is full" if severity == "error" else f"runs full ({format_size(free_bytes)} left)"
         fate = "gets ENOSPC" if severity == "error" else "will get ENOSPC when that is used"
@@ -402,6 +410,7 @@ class RamTier:
             f"its writer {fate}; evict or unpin a step, keep fewer steps, or mount with a larger size"
         )
         self._full = (RamProblem(severity, message, path), missing_bytes)
+        self._say_again_at = time.monotonic() + _SAY_AGAIN_S
         log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", message)
 
     def _no_inodes(self, files: int) -> str:
