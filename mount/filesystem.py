@@ -100,6 +100,9 @@ class TierFs(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for nodeid, lookups in inode_list:
+            if nodeid in self._files.growing and not self.channel.handles(nodeid).writers:
+                # Its writer was killed while the daemon was being replaced, so no RELEASE came.
+                self._end_writing(nodeid)
             fd = self.nodes.forget(nodeid, lookups)
             if fd >= 0:
                 await self._files.close(fd)
