@@ -215,8 +215,7 @@ class TierFs(pyfuse3.Operations):
     # -- attributes
 
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        fd = self.channel.fd(inode)
-        return self._entry(self.nodes.stat(inode) if fd is None else os.fstat(fd))
+        return self._entry(self._files.stat(inode))
 
     async def setattr(
         self,

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 # The kernel frees some 10 GB/s of huge pages: this much takes about 10 ms.
 FREE_IN_THREAD_BYTES = 64 << 20
+# A program may have looked a name up, and open it only after another file took its place. A replaced file this small
+# stays until the kernel forgets it, a moment later, and is opened as on any file system. A larger one is gone when
+# unlink or rename returns: the open gets ESTALE and the kernel looks again; who loses this race twice sees it.
+FORGOTTEN_SOON_BYTES = 1 << 20
 
 
 def is_writing(flags: int) -> bool:
@@ -72,9 +76,9 @@ class OpenFiles:
 
     def open_backing(self, nodeid: int, flags: int) -> int:
         """A descriptor for reading and writing where the daemon may, else as `flags` say; the caller closes it."""
-        fd = self._channel.fd(nodeid)
-        if fd is not None:
-            return os.dup(fd)
+        fd = self._attached(nodeid)
+        if fd >= 0:
+            return fd
         path = self._nodes.proc(nodeid)
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -82,6 +86,34 @@ class OpenFiles:
             if flags & os.O_ACCMODE == os.O_RDWR:
                 raise
             return os.open(path, (flags & os.O_ACCMODE) | os.O_CLOEXEC)
+
+    def stat(self, nodeid: int) -> os.stat_result:
+        """The attributes of the backing file, whether it is open, nameless or neither."""
+        fd = self._attached(nodeid)
+        if fd < 0:
+            return self._nodes.stat(nodeid)
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def _attached(self, nodeid: int) -> int:
+        """A descriptor of our own of a file that programs have open, else -1.
+
+        The channel's thread closes its descriptor when the last handle is released, also between two lines here, and
+        the number may be another file's by then.
+        """
+        theirs = self._channel.fd(nodeid)
+        if theirs is None:
+            return -1
+        try:
+            fd = os.dup(theirs)
+        except OSError:
+            return -1
+        if os.fstat(fd).st_ino == nodeid:
+            return fd
+        os.close(fd)
+        return -1
 
     @contextmanager
     def backing(self, nodeid: int) -> Iterator[int]:
@@ -156,11 +188,15 @@ class OpenFiles:
                 self._nodes.fd(nodeid)
             (self._unlinked / str(nodeid)).unlink(missing_ok=True)
             self._nodes.check_name(nodeid)
-        if not self._nodes.is_nameless(nodeid):
+        if not self._nodes.is_nameless(nodeid) or self._is_small(nodeid):
             return
         fd = self._nodes.let_go(nodeid)
         if fd >= 0:
             await self.close(fd)
+
+    def _is_small(self, nodeid: int) -> bool:
+        st = self._nodes.stat(nodeid)
+        return stat.S_ISREG(st.st_mode) and st.st_blocks * 512 <= FORGOTTEN_SOON_BYTES
 
     async def close(self, fd: int) -> None:
         """Close a descriptor that may be the last thing that holds a large file."""

@@ -305,3 +305,21 @@ def test_more_nodes_than_descriptors_are_found_again(tmp_path: Path) -> None:
         for opened in held:
             opened.close()
         assert "Traceback" not in instance.log_file.read_text()
+
+
+def test_a_file_that_is_replaced_all_the_time_is_always_there(mounted: Mounted) -> None:
+    pointer = mounted.dir / "pointer"
+    pointer.write_text("whole")
+    replacing = (
+        "import os, pathlib\n"
+        "for _ in range(1500):\n"
+        "    name = f'new{os.getpid()}'\n"
+        "    pathlib.Path(name).write_text('whole')\n"
+        "    os.replace(name, 'pointer')\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", replacing], cwd=mounted.dir) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
+        assert pointer.read_text() == "whole"
+        assert pointer.stat().st_size == 5
+        os.truncate(pointer, 5)
+    assert [writer.returncode for writer in writers] == [0, 0]
