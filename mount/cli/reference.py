@@ -22,7 +22,8 @@ Each setting can come from several places. The later one in this list wins:
 5. flags of the command line.
 
 `tierfs config show` lists every setting with its value and its source, `tierfs config check FILE` checks a file.
-A wrong or unknown setting stops the mount with a message that names it; nothing is guessed.
+A wrong or unknown setting stops the mount with a message that names it; nothing is guessed. Only an unknown
+variable of the environment does not: one that looks like a slip is warned of.
 
 ## How values are written
 
