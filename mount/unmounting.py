@@ -55,8 +55,9 @@ def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_b
             if lazy:
                 return Unmounted(mountpoint, f"{what} {process.pid}")
             raise MountError(
-                f"the mount is gone, but the {what} {process.pid} still runs after {timeout_s:.0f} s; "
-                f"see {instance.log_directory}"
+                f"the mount is gone, but the {what} {process.pid} still runs after {timeout_s:.0f} s: a container, or "
+                f"whatever else has a mount namespace of its own, may hold a copy of it (`lsns -t mnt`); see "
+                f"{instance.log_directory}"
             )
     if keeper is None and instance.directory.exists():
         ram_mount.end_instance(instance)
