@@ -48,6 +48,9 @@ _ASK_AGAIN_REFUSED_S = 1.0
 # In a full tier every file that is closed is a reason to say so; the first of them is the one to name.
 _SAY_AGAIN_S = 10.0
 
+# How long `problems` tells of a writer that got ENOSPC, though there is room again, while its file is there.
+_SHOWN_S = 300.0
+
 
 @dataclass(frozen=True)
 class RamUsage:
@@ -135,6 +138,7 @@ class RamTier:
         self._ask_at = 0.0
         self._guesses: list[float] = []
         self._full: tuple[RamProblem, int] | None = None
+        self._show_until = 0.0
         self._say_again_at = 0.0
         self._room: Room
         self._ballast: BallastKeeper | None = None
@@ -165,11 +169,14 @@ class RamTier:
         )
 
     def problems(self) -> list[RamProblem]:
-        """What is wrong now. A tier that ran full stays listed until there is room again."""
+        """What is wrong now. A tier that ran full stays listed until there is room, and long enough to be read."""
         state = self._room.state()
         # Half of it is room again, also when a writer wanted more than the whole.
         if self._full is not None and state.free_bytes >= max(min(self._full[1], self.size_bytes // 2), HUGE_PAGE):
-            self._full = None
+            # What a writer that failed had been given comes back at once; whoever looks for why it failed comes later.
+            is_there = (self.root / self._full[0].path).exists()
+            if not is_there or self._full[0].severity != "error" or time.monotonic() >= self._show_until:
+                self._full = None
         found = [] if self._full is None else [self._full[0]]
         if state.files > 0 and state.files_free == 0:  # a tmpfs without a limit says that it has none of either
             found.append(RamProblem("error", self._no_inodes(state.files)))
@@ -410,6 +417,7 @@ class RamTier:
             f"its writer {fate}; evict or unpin a step, keep fewer steps, or mount with a larger size"
         )
         self._full = (RamProblem(severity, message, path), missing_bytes)
+        self._show_until = time.monotonic() + _SHOWN_S
         self._say_again_at = time.monotonic() + _SAY_AGAIN_S
         log.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", message)
 
