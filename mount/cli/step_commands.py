@@ -144,14 +144,19 @@ def run_verify(arguments: argparse.Namespace) -> int:
         for each in bad:
             print(f"{screen.paint('bad', 'red')}: {plain(each['path'], screen)}: {plain(each['reason'], screen)}")
         count = f"{files} file{'s' * (files != 1)}, {format_size(answer['bytes'])}"
-        left = f"; {unsealed} not sealed yet and not verified" if unsealed else ""
+        left = f"; {unsealed} without a checksum yet, not verified" if unsealed else ""
         if bad:
             print(f"{len(bad)} of {count} not as sealed{left}")
         elif files:
             print(f"{screen.mark(True)} {count}: all as sealed{left}")
     if not files:
-        why = f"its {unsealed} files are not sealed yet" if unsealed else "there is no sealed file there"
-        print(f"tierfs: nothing was verified in {arguments.path}: {why}; name a complete step", file=sys.stderr)
+        why = (
+            f"its {unsealed} files have no checksum yet: wait for it if they were just written, and see that "
+            f"steps.checksums is on"
+            if unsealed
+            else "there is no sealed file there; name a complete step"
+        )
+        print(f"tierfs: nothing was verified in {arguments.path}: {why}", file=sys.stderr)
     return 0 if files and not bad else 1
 
 

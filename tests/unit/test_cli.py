@@ -343,7 +343,7 @@ def test_verify_ends_with_1_for_bad_files_and_for_nothing_verified(canned: Canne
     canned.answer("verify", {"files": 3, "bytes": 3 * GIB, "bad": [], "unsealed": 1}, {"files": 1}, {"files": 2})
     done = tierfs("verify", step)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "✓ 3 files, 3 GiB: all as sealed; 1 not sealed yet and not verified\n"
+    assert done.stdout == "✓ 3 files, 3 GiB: all as sealed; 1 without a checksum yet, not verified\n"
     canned.answer("verify", {"files": 3, "bytes": 1, "bad": [{"path": "a", "reason": "checksum"}], "unsealed": 0})
     done = tierfs("verify", step)
     assert done.returncode == 1
@@ -352,7 +352,7 @@ def test_verify_ends_with_1_for_bad_files_and_for_nothing_verified(canned: Canne
     done = tierfs("verify", step)
     assert (done.returncode, done.stdout) == (1, "")
     assert "nothing was verified" in done.stderr
-    assert "2 files are not sealed yet" in done.stderr
+    assert "2 files have no checksum yet" in done.stderr
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(canned: CannedInstance) -> None:
