@@ -45,3 +45,6 @@ if [ ! -e /dev/fuse ]; then
     # A container has no modprobe and often no udev: 10,229 is the device's fixed number (Documentation/admin-guide/devices.txt).
     [ -e /dev/fuse ] || as_root mknod -m 666 /dev/fuse c 10 229 || echo "no /dev/fuse: nothing can be mounted here" >&2
 fi
+
+# fusermount3 keeps to /etc/mtab, which a root made by debootstrap alone does not have.
+[ -e /etc/mtab ] || as_root ln -s ../proc/self/mounts /etc/mtab

@@ -127,10 +127,27 @@ def rig(daemon_module: str) -> Iterator[Rig]:
 
 AS_USER = textwrap.dedent(
     """\
-    if [[ $HOME_OF_PYTHON == /root/* ]]; then
-        mkdir $D/python && mount --bind $HOME_OF_PYTHON $D/python && mount -t tmpfs -o mode=755 root /root &&
-        mkdir -p $HOME_OF_PYTHON && mount --bind $D/python $HOME_OF_PYTHON || { echo SKIP; exit; }
-    fi
+    closed() {  # the outermost directory above $1 that other users can't enter
+        local path=$1 found=
+        while [ "$path" != / ]; do
+            (( 0$(stat -c %a "$path") & 1 )) || found=$path
+            path=$(dirname "$path")
+        done
+        echo "$found"
+    }
+    paths=() shut=()
+    for path in "$HOME_OF_PYTHON" "$REPOSITORY"; do
+        [ -n "$(closed "$path")" ] || continue
+        paths+=("$path") shut+=("$(closed "$path")")
+        mkdir $D/kept${#paths[@]} && mount --bind "$path" $D/kept${#paths[@]} || { echo SKIP; exit; }
+    done
+    for directory in $(printf '%s\n' "${shut[@]}" | sort -u); do
+        mount -t tmpfs -o mode=755 open "$directory" || { echo SKIP; exit; }
+    done
+    for (( i = 0; i < ${#paths[@]}; i++ )); do
+        mkdir -p "${paths[i]}" && mount --bind $D/kept$((i + 1)) "${paths[i]}" || { echo SKIP; exit; }
+    done
+    cd "$REPOSITORY"
     mknod -m 666 $D/fuse c 10 229 && mount --bind $D/fuse /dev/fuse || { echo SKIP; exit; }
     chmod 755 $D; mkdir $D/user; chown 65534:65534 $D/ckpt $D/user
     as_user() {
@@ -151,7 +168,8 @@ def in_namespace(script: str, directory: Path, **variables: str | Path) -> str:
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare")
     python = Path(sys.executable)
-    values = {"D": directory, "PY": python, "HOME_OF_PYTHON": python.resolve().parents[1], **variables}
+    values = {"D": directory, "PY": python, "HOME_OF_PYTHON": python.resolve().parents[1]}
+    values |= {"REPOSITORY": repository(), **variables}
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
     done = subprocess.run(
         ["unshare", "-m", "--propagation", "private", "bash", "-c", "\n".join([*lines, script])],
