@@ -238,12 +238,12 @@ class TierFs(pyfuse3.Operations):
         if fields.update_mode:
             os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
         if fields.update_atime or fields.update_mtime:
+            await self.tier.before_times_are_set(inode)
             syscalls.set_times(
                 path.encode(),
                 attr.st_atime_ns if fields.update_atime else None,
                 attr.st_mtime_ns if fields.update_mtime else None,
             )
-            self.tier.times_were_set(inode)
         return self._entry(self.nodes.stat(inode))
 
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from tierfs.errors import MountError
 from tierfs.ram import syscalls, tmpfs
@@ -188,6 +190,7 @@ async def test_an_expected_shard_gets_its_room_at_once_and_the_rest_comes_back(p
         assert tier.usage().used_bytes < MIB  # given is not used
         assert tier.growing[node].size_bytes == 0
         assert write_until_full(fd, 30 * MIB + 5) == 30 * MIB + 5
+        await tier.before_times_are_set(node)
         os.utime(fd, ns=(1, 2))
         tier.end_shard(node)
         # A thread that was just giving it room is waited for.
@@ -201,6 +204,39 @@ async def test_an_expected_shard_gets_its_room_at_once_and_the_rest_comes_back(p
         await ballast_is_full(tier)
         assert full - 34 * MIB <= tier.usage().ballast_bytes < full
         assert took < 0.1  # 2 ms when the machine is quiet
+
+
+@needs_root
+async def test_times_that_a_program_sets_are_never_moved_by_giving_room(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen as a file that rsync copied again: a thread gave it room while its times were set and then looked at."""
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
+    async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:
+        await ballast_is_full(tier)
+        fd, node = make(tier, "shard")
+        giving, may_go_on = threading.Event(), threading.Event()
+        fallocate = syscalls.fallocate
+
+        def slow_fallocate(*arguments: int) -> None:
+            giving.set()
+            assert may_go_on.wait(10)
+            fallocate(*arguments)
+
+        monkeypatch.setattr(syscalls, "fallocate", slow_fallocate)
+        tier._give_at_once = lambda shard, end: None  # type: ignore[method-assign]  # all by the thread
+        tier.begin_shard(node, fd, 100 * MIB)
+        await until(giving.is_set, "no thread gave room")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tier.before_times_are_set, node)
+            await trio.testing.wait_all_tasks_blocked()
+            may_go_on.set()
+        os.utime(fd, ns=(1, 2))
+        size = os.fstat(fd).st_blocks
+        tier.end_shard(node)
+        assert os.fstat(fd).st_mtime_ns == 2
+        assert size > 0
+        os.close(fd)
 
 
 @needs_root

@@ -101,7 +101,7 @@ class _Shard:
     grown_at: float = field(default=0.0)
     sparse: bool = False
     guess_bytes: int = 0
-    times: tuple[int, int] | None = None  # atime and mtime in ns, once a program set them
+    times_set: bool = False  # by a program, which so says that it has written what it wanted
 
     def growth(self) -> Growth:
         quiet = self.seen_at - self.grown_at
@@ -132,6 +132,7 @@ class RamTier:
         self._rules = RoomRules(settings.runway_bytes, settings.first_extent_bytes)
         self._shards: dict[int, _Shard] = {}
         self._busy: _Shard | None = None  # the one that a thread gives room to; it may have ended meanwhile
+        self._gave = trio.Event()  # of `_busy`: the thread is done
         self._wake = trio.Event()
         self._begin_rate = 20e9
         self._reserving = trio.CapacityLimiter(2)
@@ -230,15 +231,18 @@ class RamTier:
             self._give_at_once(shard, end)
         self._wake.set()
 
-    def times_were_set(self, nodeid: int) -> None:
-        """A program set the file's times, so it has written what it wanted: no more room is given.
+    async def before_times_are_set(self, nodeid: int) -> None:
+        """A program is about to set the file's times, so it has written what it wanted: no more room is given.
 
-        On a tmpfs fallocate(2) counts as a change of the file, also beyond its end.
+        On a tmpfs fallocate(2) counts as a change of the file, also beyond its end. So what a thread is giving right
+        now is waited for: after this returns nothing but the program's own writes moves the times.
         """
-        for shard in (self._shards.get(nodeid), self._busy):
-            if shard is not None and shard.nodeid == nodeid:
-                st = os.fstat(shard.fd)
-                shard.times = (st.st_atime_ns, st.st_mtime_ns)
+        shard = self._shards.get(nodeid)
+        if shard is not None:
+            shard.times_set = True
+        while self._busy is not None and self._busy.nodeid == nodeid:
+            self._busy.times_set = True
+            await self._gave.wait()
 
     def end_shard(self, nodeid: int) -> None:
         """The last writer is gone: room that it did not use goes back. Keeps the file's mtime."""
@@ -350,12 +354,12 @@ class RamTier:
             shard.guess_bytes = self._rules.first_extent_bytes
 
     async def _give(self, shard: _Shard, limiter: trio.CapacityLimiter) -> None:
-        if shard.sparse or shard.times or self.grant is None:
+        if shard.sparse or shard.times_set or self.grant is None:
             return
         end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
         if end <= shard.given_bytes:
             return
-        self._busy = shard
+        self._busy, self._gave = shard, trio.Event()
         try:
             start = max(shard.given_bytes, shard.size_bytes)
             shard.given_bytes = await trio.to_thread.run_sync(self._room.give, shard.fd, start, end, limiter=limiter)
@@ -363,8 +367,7 @@ class RamTier:
             log.warning("giving room to %s failed: %s", self._path_of(shard), error)
         finally:
             self._busy = None
-            if shard.times:  # They were set while the thread gave room.
-                os.utime(shard.fd, ns=shard.times)
+            self._gave.set()
             if self._shards.get(shard.nodeid) is not shard:
                 self._finish(shard)
 
