@@ -11,6 +11,16 @@ TierfsError                     anything below; carries an errno for the kernel 
 ├── ManifestDamaged             a step's manifest in the RAM tier could not be read
 ├── NoRoom                      the RAM tier is full and nothing in it may be evicted (ENOSPC)
 ├── ChecksumMismatch            bytes differ from what was sealed (EIO)
+├── ObjectError                 the object tier refused or failed; says whether trying again may help
+│   ├── ObjectMissing           no such object
+│   ├── ObjectExists            a conditional PUT found the object there (412), or another is just being made (409)
+│   ├── UploadMissing           the store does not know (any more) an upload in parts
+│   ├── ObjectThrottled         SlowDown: fewer requests at a time
+│   ├── ObjectUnavailable       no answer, a reset, a time-out, a 5xx: may pass
+│   ├── ObjectDenied            credentials are missing, expired, or lack a permission
+│   ├── ObjectStoreMissing      the bucket or directory is not there
+│   ├── ObjectStoreFull         no space left in the store (a `file://` tier)
+│   └── ObjectCorrupt           bytes or checksums differ from what was sent or recorded
 ├── MountError                  mounting, unmounting or taking over failed
 └── InstanceError               a running instance can't be reached or refused the request
 """
@@ -98,6 +108,59 @@ class NoRoom(TierfsError):
 
 class ChecksumMismatch(TierfsError):
     errno = errno.EIO
+
+
+class ObjectError(TierfsError):
+    """`kind` counts it in statistics; `may_pass`: the same request may succeed later without anybody doing anything."""
+
+    errno = errno.EIO
+    may_pass = False
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+
+class ObjectMissing(ObjectError):
+    errno = errno.ENOENT
+
+
+class ObjectExists(ObjectError):
+    errno = errno.EEXIST
+
+
+class UploadMissing(ObjectError):
+    pass
+
+
+class ObjectThrottled(ObjectError):
+    may_pass = True
+
+
+class ObjectUnavailable(ObjectError):
+    may_pass = True
+
+
+class ObjectDenied(ObjectError):
+    """Worth trying again, seldom: credentials are renewed by others, a policy is corrected."""
+
+    errno = errno.EACCES
+    may_pass = True
+
+
+class ObjectStoreMissing(ObjectError):
+    may_pass = True
+
+
+class ObjectStoreFull(ObjectError):
+    errno = errno.ENOSPC
+    may_pass = True
+
+
+class ObjectCorrupt(ObjectError):
+    """Tried again a few times only: a flipped bit on the way passes, a damaged object stays."""
+
+    may_pass = True
 
 
 class MountError(TierfsError):

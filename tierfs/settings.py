@@ -18,7 +18,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 OFF = "off"  # as the value of a table's entry: takes the entry out
-NAMESPACE_SECTIONS = ("steps", "retention", "durability")
+NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist")
 
 
 def setting(default: Any, doc: str, *, kind: str, choices: tuple[str, ...] = (), least: int = 0) -> Any:
@@ -140,7 +140,7 @@ class StepSettings:
 
 @dataclass
 class RetentionSettings:
-    """`[retention]`: what stays in the RAM tier."""
+    """`[retention]`: what stays in the RAM tier, and in the object tier."""
 
     ram_steps: int = setting(
         2,
@@ -151,6 +151,16 @@ class RetentionSettings:
     ram_max_steps: int = setting(
         0, "Never keep more complete steps of a namespace than this in RAM; 0 is no limit.", kind="int"
     )
+    object_steps: int = setting(
+        0,
+        "How many of a namespace's newest steps the object tier keeps; older ones are deleted. 0 keeps all.",
+        kind="int",
+    )
+    object_every: int = setting(
+        0,
+        "Steps whose number is a multiple of this stay in the object tier whatever `object_steps` says; 0 is none.",
+        kind="int",
+    )
 
 
 @dataclass
@@ -158,7 +168,99 @@ class DurabilitySettings:
     """`[durability]`: what a program waits for."""
 
     fsync: str = setting("ram", "What fsync of a file waits for.", kind="choice", choices=("ram",))
-    commit: str = setting("ram", "What the completing rename waits for.", kind="choice", choices=("ram",))
+    commit: str = setting(
+        "ram",
+        "What the completing rename waits for: ram, or object (until the step is committed in the object tier).",
+        kind="choice",
+        choices=("ram", "object"),
+    )
+    timeout_s: float = setting(600.0, "How long the completing rename waits at most.", kind="duration")
+    strict: bool = setting(
+        False,
+        "What was not reached in time fails the rename with EIO. Otherwise the step goes on in the background, and "
+        "`tierfs status` shows its level.",
+        kind="bool",
+    )
+
+
+@dataclass
+class PersistSettings:
+    """`[persist]`: which complete steps go to the object tier."""
+
+    policy: str = setting(
+        "all",
+        "Which complete steps are owed to the object tier: all, every (see every_steps and every_s), demand (those "
+        "asked for with `tierfs flush`), or none (not even those).",
+        kind="choice",
+        choices=("all", "every", "demand", "none"),
+    )
+    every_steps: int = setting(
+        0, "With policy every: each so many-th complete step of a namespace is owed; 0 is not by count.", kind="int"
+    )
+    every_s: float = setting(
+        0.0,
+        "With policy every: a step that completes this long after the last owed one did is owed; 0 is not by time.",
+        kind="duration",
+    )
+    settle_s: float = setting(
+        2.0,
+        "A step is sent once nothing changed in it for so long: frameworks add files after the marker.",
+        kind="duration",
+    )
+    protected: bool = setting(
+        False,
+        "Removing a step in the mount leaves its copy in the object tier; only retention deletes there.",
+        kind="bool",
+    )
+    flush_on_umount: bool = setting(
+        True, "The daemon sends what is owed before it leaves, when unmounted or asked to stop.", kind="bool"
+    )
+    flush_timeout_s: float = setting(600.0, "How long it takes for that at most.", kind="duration")
+
+
+@dataclass
+class TransferSettings:
+    """`[transfer]`: how bytes go to the object tier and back."""
+
+    workers: int = setting(
+        1, "Processes that talk to the object store, beside the daemon. One fills about 8 Gbit/s.", kind="int", least=1
+    )
+    connections: int = setting(
+        16, "Requests at a time, of all workers together; fewer while the store asks to slow down.", kind="int", least=1
+    )
+    upload_bytes_s: int = setting(0, "Bandwidth of uploads at most, bytes a second; 0 is no limit.", kind="size")
+    download_bytes_s: int = setting(0, "Bandwidth of hydration at most, bytes a second; 0 is no limit.", kind="size")
+    retry_for_s: float = setting(
+        120.0, "How long one request is tried again, with growing pauses, before its work is put off.", kind="duration"
+    )
+    read_retry_for_s: float = setting(
+        120.0, "The same for a program that waits for bytes: then its read(2) fails with EIO.", kind="duration"
+    )
+    index_every_s: float = setting(
+        60.0, "How often the object tier is looked at for steps that others put there or removed.", kind="duration"
+    )
+
+
+@dataclass
+class S3Settings:
+    """`[s3]`: where an `s3://` object tier is and how to talk to it. Credentials come from the standard chain only:
+    environment, profile, web identity (IRSA), container (Pod Identity), instance metadata."""
+
+    endpoint_url: str = setting(
+        "", "Endpoint of an S3-compatible server; empty is Amazon's of the region.", kind="text"
+    )
+    region: str = setting("", "Region; empty is what the environment or the profile says, else us-east-1.", kind="text")
+    profile: str = setting("", "Profile of the shared AWS configuration files.", kind="text")
+    addressing: str = setting(
+        "auto",
+        "Bucket in the host name (virtual) or in the path; auto is path where endpoint_url is set.",
+        kind="choice",
+        choices=("auto", "virtual", "path"),
+    )
+    ca_bundle: Path | None = setting(None, "Certificates to trust for TLS.", kind="path")
+    read_timeout_s: float = setting(
+        20.0, "A request that gets no byte for so long is given up and tried again.", kind="duration"
+    )
 
 
 @dataclass
@@ -214,11 +316,14 @@ class Settings:
     steps: StepSettings = field(default_factory=StepSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     durability: DurabilitySettings = field(default_factory=DurabilitySettings)
+    persist: PersistSettings = field(default_factory=PersistSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    s3: S3Settings = field(default_factory=S3Settings)
     log: LogSettings = field(default_factory=LogSettings)
     namespaces: dict[str, dict[str, dict[str, Any]]] = field(
         default_factory=dict,
         metadata={
-            "doc": '`[namespaces."GLOB"]`: steps, retention and durability settings for the namespaces that match.',
+            "doc": '`[namespaces."GLOB"]`: steps, retention, durability and persist settings of namespaces that match.',
             "kind": "namespaces",
         },
     )
@@ -247,6 +352,7 @@ class NamespaceSettings:
     steps: StepSettings
     retention: RetentionSettings
     durability: DurabilitySettings
+    persist: PersistSettings
 
 
 def setting_keys(section: str | None = None) -> tuple[SettingKey, ...]:

@@ -293,10 +293,6 @@ def _check_together(settings: Settings) -> None:
                 "make it at least as large, or 0",
                 key=f"{prefix}retention.ram_max_steps",
             )
-    if settings.object:
-        settings.warnings.append(
-            f"object = {settings.object}: this version keeps steps in RAM only and writes nothing there"
-        )
 
 
 # --- words -----------------------------------------------------------------------------------------------------

@@ -73,6 +73,9 @@ SECTION_TITLES = {
     "steps": "Steps",
     "retention": "Retention",
     "durability": "Durability",
+    "persist": "Which steps go to the object tier",
+    "transfer": "Transfers to and from the object tier",
+    "s3": "S3",
     "log": "Logs",
 }
 KIND_NAMES = {

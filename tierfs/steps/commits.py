@@ -90,6 +90,7 @@ def commit(
     manifest.note = note
     record.only_looked.clear()
     registry.crash("commit:renamed")
+    registry.object_tier.completed(record)
     registry.save_or_later(record)
     registry.crash("commit:saved")
     if old_directory is not None:

@@ -20,7 +20,9 @@ from tierfs.checksum import from_text
 from tierfs.errors import ManifestDamaged, PathRefused
 from tierfs.steps.names import escape_namespace, safe_component, safe_relative
 
-VERSION = 1
+VERSION = 2
+#: Version 1 knew nothing of the object tier.
+_KNOWN_VERSIONS = (1, 2)
 #: A step of 100,000 files has a manifest of about 15 MB; what is above this is not one of ours.
 MAX_BYTES = 256 << 20
 _SUFFIX = ".json"
@@ -59,12 +61,27 @@ class Overwrite:
     removed_only: bool = False
 
 
+@dataclass(frozen=True)
+class Persisted:
+    """The step's committed copy in the object tier: which generation it holds, and the ETag of its manifest there."""
+
+    generation: int
+    etag: str
+    at: float
+    bytes: int
+    files: int
+
+
 @dataclass
 class Manifest:
     """This node's part of a step. Times are Unix seconds, `files` is keyed by the path inside the step.
 
     `marker` is the path inside the step of the file that completed it; `added` are those of `files` that came after it
     and so are no part of what was committed; `note` is a sentence for people.
+
+    `owed` says why the step, as it is now, has to go to the object tier (`policy` or `demand`; "" is not owed), and
+    `persisted` what is there. `populated` is False for a step of the object tier whose stubs are not made yet: its
+    directory is there, `files` is empty, `bytes` is what it holds in the object tier.
     """
 
     namespace: str
@@ -82,6 +99,9 @@ class Manifest:
     marker: str | None = None
     overwrite: Overwrite | None = None
     note: str = ""
+    owed: str = ""
+    persisted: Persisted | None = None
+    populated: bool = True
     version: int = VERSION
 
 
@@ -220,6 +240,8 @@ def _as_json(manifest: Manifest) -> dict[str, Any]:
         overwrite = dict(vars(manifest.overwrite))
         overwrite["old_files"] = _files_as_json(manifest.overwrite.old_files)
         value["overwrite"] = overwrite
+    if manifest.persisted is not None:
+        value["persisted"] = dict(vars(manifest.persisted))
     return value
 
 
@@ -239,6 +261,10 @@ class _Fields:
             raise _Wrong(f"{where} is not an object")
         self._value = dict(value)
         self._where = where
+
+    def add(self, members: dict[str, object]) -> None:
+        """What an older version did not write yet."""
+        self._value = {**members, **self._value}
 
     def _take(self, key: str) -> object:
         if key not in self._value:
@@ -348,11 +374,28 @@ def _overwrite(value: object) -> Overwrite | None:
     return overwrite
 
 
+def _persisted(value: object) -> Persisted | None:
+    if value is None:
+        return None
+    fields = _Fields(value, "persisted")
+    persisted = Persisted(
+        generation=fields.integer("generation"),
+        etag=fields.text("etag"),
+        at=fields.seconds("at"),
+        bytes=fields.integer("bytes"),
+        files=fields.integer("files"),
+    )
+    fields.end()
+    return persisted
+
+
 def _manifest(value: object) -> Manifest:
     fields = _Fields(value, "the manifest")
     version = fields.integer("version")
-    if version != VERSION:
+    if version not in _KNOWN_VERSIONS:
         raise _Wrong(f"version {version} is unknown, this program knows {VERSION}")
+    if version == 1:
+        fields.add({"owed": "", "persisted": None, "populated": True})
     state = fields.text("state")
     if state not in STATES:
         raise _Wrong(f"the state {state!r} is unknown")
@@ -372,7 +415,9 @@ def _manifest(value: object) -> Manifest:
         marker=fields.text_or_none("marker"),
         overwrite=_overwrite(fields.any("overwrite")),
         note=fields.text("note"),
-        version=version,
+        owed=fields.text("owed"),
+        persisted=_persisted(fields.any("persisted")),
+        populated=fields.flag("populated"),
     )
     if manifest.marker is not None:
         safe_relative(manifest.marker)

@@ -72,16 +72,20 @@ class StepOperations:
         return describe_step(self.registry, record)
 
     async def evict(self, rel: str, *, force: bool) -> dict[str, Any]:
-        """Drop the RAM copy of a complete step. It is the only copy here, so that has to be said twice."""
+        """Drop the RAM copy of a complete step. Where it is the only copy, that has to be said twice."""
         record = self.step_at(rel)
-        if not force:
+        if not force and not record.is_persisted:
             raise TierfsError(
-                f"{record.rel} has no copy but the one in RAM, so evicting it would lose it; "
-                f"use --force to lose it, or `tierfs rm`"
+                f"{record.rel} has no copy but the one in RAM, so evicting it would lose it; `tierfs flush` it first "
+                f"where there is an object tier, use --force to lose it, or `tierfs rm`"
             )
         if record.manifest.pinned:
             raise StepBusy(f"{record.rel} is pinned; `tierfs unpin` it first")
-        return self._remove(record)
+        self._refuse_if_written(record)
+        freed = self.registry.object_tier.ram_bytes(record)
+        self.registry.evict(record)
+        log.info("step evicted by command", extra=self.registry.extra(record))
+        return {"steps": 1, "bytes": freed}
 
     async def remove(self, rel: str, *, recursive: bool) -> dict[str, Any]:
         """Remove a step, or with `recursive` a whole namespace."""
@@ -118,6 +122,7 @@ class StepOperations:
     def _remove(self, record: StepRecord) -> dict[str, Any]:
         self._refuse_if_written(record)
         size = sum(entry.size_bytes for entry in record.scan().values())
+        self.registry.object_tier.removed(record)
         self.registry.remove(record)
         log.info("step removed by command", extra=self.registry.extra(record))
         return {"steps": 1, "bytes": size}

@@ -89,6 +89,17 @@ class StepRecord:
         return self.manifest.state == "complete" and self.manifest.overwrite is None
 
     @property
+    def is_persisted(self) -> bool:
+        """The object tier holds the step as it is now, committed."""
+        persisted = self.manifest.persisted
+        return (
+            self.is_complete
+            and persisted is not None
+            and persisted.generation == self.manifest.generation
+            and not self.manifest.owed
+        )
+
+    @property
     def shown_state(self) -> str:
         """The state that people are shown: a complete step that is being changed is `writing`."""
         return self.manifest.state if self.manifest.overwrite is None else "writing"

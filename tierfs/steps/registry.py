@@ -23,6 +23,7 @@ from tierfs.steps.latest import LatestLink
 from tierfs.steps.manifest import Manifest, delete_manifest, save_manifest
 from tierfs.steps.markers import MarkerRules
 from tierfs.steps.names import StepNames, StepPath
+from tierfs.steps.object_tier import NoObjectTier, ObjectTier
 from tierfs.steps.record import StepRecord
 from tierfs.steps.retention import StepFacts, choose_evictions
 
@@ -68,6 +69,7 @@ class StepRegistry:
         #: What a new daemon changed before it could tell the kernel; see `tell_untold`.
         self.untold: list[tuple[str, str]] = []
         self._being_freed: dict[str, int] = {}
+        self.object_tier: ObjectTier = NoObjectTier()
 
     # --- finding
 
@@ -143,6 +145,8 @@ class StepRegistry:
             self.checksum_soon(record, waiting[key])
             self.judge_soon(record)  # who asked for it before knew it by its old name
             self.save_or_later(record)
+        for (record, where), key in zip(moves, left, strict=True):
+            self.object_tier.moved(*key, record if where is not None else None)
         # Only now: a manifest must name an old generation at every moment, or a new daemon frees it.
         for key in left:
             if key not in self.records:
@@ -161,8 +165,16 @@ class StepRegistry:
         self.tier.released_room()
         self.update_latest(record.manifest.namespace)
 
+    def evict(self, record: StepRecord) -> None:
+        """Free the step's room in RAM: it becomes stubs where the object tier has it, else it is gone."""
+        if not self.object_tier.evict(record):
+            self.remove(record)
+
     def remove(self, record: StepRecord) -> None:
-        """Take a step out of the tree at once; its bytes are freed in the background."""
+        """Take a step out of this node's tree at once; its bytes are freed in the background.
+
+        Its copy in the object tier stays: whoever means that too calls `object_tier.removed` first.
+        """
         self.discard(record.directory, size_bytes=record.manifest.bytes)
         self.invalidate(record.manifest.namespace, record.manifest.step)
         self.forget(record)
@@ -242,7 +254,7 @@ class StepRegistry:
             self.lines.write(
                 fact.namespace, f"evicted, {fact.bytes} bytes: newer steps need the room", step=fact.number
             )
-            self.remove(record)
+            self.evict(record)
         return bool(chosen) or coming_bytes > 0
 
     def _choose(self, wanted_bytes: int, handles: Mapping[Key, int]) -> list[tuple[StepFacts, StepRecord]]:
@@ -252,10 +264,10 @@ class StepRegistry:
                 step=record.manifest.step,
                 number=record.manifest.number,
                 completed_at=record.manifest.completed_at,
-                bytes=record.manifest.bytes,
+                bytes=self.object_tier.ram_bytes(record),
                 pinned=record.manifest.pinned,
                 open_handles=handles.get(record.key, 0),
-                only_copy_owed=False,
+                only_copy_owed=not self.object_tier.may_leave_ram(record),
                 state="complete",
             ): record
             for record in self.records.values()

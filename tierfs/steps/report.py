@@ -31,6 +31,7 @@ def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
         "completed_at": manifest.completed_at,
         "age_s": now - (manifest.completed_at or manifest.changed_at),
         "note": manifest.note,
+        **registry.object_tier.describe(record),
     }
 
 

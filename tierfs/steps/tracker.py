@@ -130,6 +130,7 @@ class Steps:
             if before is None:
                 record.manifest.added.add(inner)
             record.manifest.bytes += entry.size_bytes - (before.size_bytes if before is not None else 0)
+            self.registry.object_tier.changed(record)
         record.touch()
         self.registry.checksum_soon(record, {inner})
         self.registry.judge_soon(record)
@@ -255,6 +256,7 @@ class Steps:
             return
         record = self.registry.at(where)
         if record is not None and where.inner == "":
+            self.registry.object_tier.removed(record)
             self.registry.forget(record)
 
     # --- what the file system asks

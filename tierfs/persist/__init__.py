@@ -1,0 +1,1 @@
+"""Complete steps to the object tier, all or nothing: policy, commit, deletion, and the index of what is there."""
