@@ -11,6 +11,7 @@ TierfsError                     anything below; carries an errno for the kernel 
 ├── ManifestDamaged             a step's manifest in the RAM tier could not be read
 ├── NoRoom                      the RAM tier is full and nothing in it may be evicted (ENOSPC)
 ├── ChecksumMismatch            bytes differ from what was sealed (EIO)
+├── LevelNotReached             a step is not as durable in time as `durability` asks for (EIO)
 ├── ObjectError                 the object tier refused or failed; says whether trying again may help
 │   ├── ObjectMissing           no such object
 │   ├── ObjectExists            a conditional PUT found the object there (412), or another is just being made (409)
@@ -107,6 +108,10 @@ class NoRoom(TierfsError):
 
 
 class ChecksumMismatch(TierfsError):
+    errno = errno.EIO
+
+
+class LevelNotReached(TierfsError):
     errno = errno.EIO
 
 

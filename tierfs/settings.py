@@ -279,6 +279,9 @@ class Settings:
     """All settings of one instance."""
 
     name: str = setting("", "The instance's name; by default made from the mount point.", kind="name")
+    node: str = setting(
+        "", "This node's id in the object tier, the same after a restart; by default host name and instance.", kind="name"
+    )
     size: int = setting(
         0, "The RAM tier's size: bytes, or a percentage of memory (default 50%).", kind="share", least=MIB
     )
