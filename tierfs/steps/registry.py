@@ -271,7 +271,8 @@ class StepRegistry:
                 state="complete",
             ): record
             for record in self.records.values()
-            if record.is_complete
+            # What the object tier has and RAM does not has left already.
+            if record.is_complete and not (record.is_persisted and self.object_tier.ram_bytes(record) == 0)
         }
         chosen = choose_evictions(
             list(facts), lambda namespace: self.settings.for_namespace(namespace).retention, wanted_bytes

@@ -14,6 +14,9 @@ def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
     manifest = record.manifest
     now = time.time()
     files = manifest.files if record.is_complete else record.scan()
+    count, size = len(files), sum(entry.size_bytes for entry in files.values())
+    if not manifest.populated and manifest.persisted is not None:
+        count, size = manifest.persisted.files, manifest.persisted.bytes
     newest = registry.newest_complete(manifest.namespace)
     return {
         "namespace": manifest.namespace,
@@ -22,8 +25,8 @@ def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
         "state": record.shown_state,
         "generation": manifest.generation,
         "overwriting": manifest.overwrite is not None,
-        "files": len(files),
-        "bytes": sum(entry.size_bytes for entry in files.values()),
+        "files": count,
+        "bytes": size,
         "checksummed": sum(entry.checksum is not None for entry in files.values()),
         "pinned": manifest.pinned,
         "latest": newest is record,
