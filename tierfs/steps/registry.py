@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import trio
@@ -69,6 +71,7 @@ class StepRegistry:
         #: What a new daemon changed before it could tell the kernel; see `tell_untold`.
         self.untold: list[tuple[str, str]] = []
         self._being_freed: dict[str, int] = {}
+        self._in_use: Counter[Key] = Counter()
         self.object_tier: ObjectTier = NoObjectTier()
 
     # --- finding
@@ -242,20 +245,38 @@ class StepRegistry:
         """Evict what retention allows until so many bytes are free; True when something went, or is going already."""
         coming_bytes = sum(self._being_freed.values())
         wanted_bytes = max(0, wanted_bytes - coming_bytes)
-        busy: dict[Key, int] = {} if sparing is None else {sparing.key: 1}
-        while True:
-            chosen = self._choose(wanted_bytes, busy)
-            # Counting handles takes time by the number of files, so it is done for those that would go.
-            handles = {record.key: self.handles_in(record) for _, record in chosen}
-            if not any(handles.values()):
-                break
-            busy |= {key: count for key, count in handles.items() if count}
+        chosen = self._evictable(wanted_bytes, sparing)
         for fact, record in chosen:
             self.lines.write(
                 fact.namespace, f"evicted, {fact.bytes} bytes: newer steps need the room", step=fact.number
             )
             self.evict(record)
         return bool(chosen) or coming_bytes > 0
+
+    def evictable_bytes(self) -> int:
+        """How many bytes `make_room` could free at most, with what is being freed already."""
+        return sum(self._being_freed.values()) + sum(fact.bytes for fact, _ in self._evictable(1 << 62, None))
+
+    @contextmanager
+    def using(self, records: Iterable[StepRecord]) -> Iterator[None]:
+        """While a command works on these steps they are not evicted for room, as if a file of each were open."""
+        keys = [record.key for record in records]
+        self._in_use.update(keys)
+        try:
+            yield
+        finally:
+            self._in_use.subtract(keys)
+            self._in_use += Counter()  # drops those that are at 0
+
+    def _evictable(self, wanted_bytes: int, sparing: StepRecord | None) -> list[tuple[StepFacts, StepRecord]]:
+        busy: dict[Key, int] = {} if sparing is None else {sparing.key: 1}
+        while True:
+            chosen = self._choose(wanted_bytes, busy)
+            # Counting handles takes time by the number of files, so it is done for those that would go.
+            handles = {record.key: self._in_use[record.key] + self.handles_in(record) for _, record in chosen}
+            if not any(handles.values()):
+                return chosen
+            busy |= {key: count for key, count in handles.items() if count}
 
     def _choose(self, wanted_bytes: int, handles: Mapping[Key, int]) -> list[tuple[StepFacts, StepRecord]]:
         facts = {
