@@ -1,0 +1,351 @@
+"""What a person asks of the object tier: flush, wait, prefetch, drain and status.
+
+Answers are the `--json` contract of the command line (docs/cli.md). Reading back, repairing and importing have
+modules of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from tierfs.errors import NoRoom, NotFound, SettingsError, StepBusy, TierfsError
+from tierfs.objects.client import ObjectClient
+from tierfs.persist.reporting import Progress, all_of, reporting
+from tierfs.persist.selection import Selected, select
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import Key, StepRegistry
+from tierfs.units import format_size
+
+if TYPE_CHECKING:
+    from tierfs.hydrate.hydration import Hydration
+    from tierfs.persist.deletions import Deletions
+    from tierfs.persist.index import ObjectIndex
+    from tierfs.persist.persister import Persister
+
+log = logging.getLogger("tierfs.persist")
+
+#: Files that are fetched side by side; each is fetched in parallel ranges already.
+FILES_AT_ONCE = 4
+#: How often something is looked at that tells nobody when it changes.
+LOOK_S = 0.2
+
+LEVELS = ("ram", "object")
+
+
+@dataclass
+class _File:
+    """A file to be fetched: what was here when that began, and whether it is done."""
+
+    path: str
+    size_bytes: int
+    had_bytes: int = 0
+    is_whole: bool = False
+
+
+class ObjectOperations:
+    """Each takes paths relative to the mount's root, and answers what the command line prints with `--json`.
+
+    `conditional_put` is what the probe of the endpoint found, None before it answered.
+    """
+
+    def __init__(
+        self,
+        registry: StepRegistry,
+        client: ObjectClient,
+        index: ObjectIndex,
+        persister: Persister,
+        hydration: Hydration,
+        deletions: Deletions,
+    ) -> None:
+        self.registry = registry
+        self.client = client
+        self.index = index
+        self.persister = persister
+        self.hydration = hydration
+        self.deletions = deletions
+        self.conditional_put: bool | None = None
+
+    # --- to the object tier
+
+    async def flush(self, paths: Sequence[str], *, wait: bool, progress: Progress) -> dict[str, Any]:
+        """Owe steps to the object tier, and with `wait` return once they are there. No path is everything.
+
+        A step that is named and can't be persisted is in `failed`; below a namespace such steps are passed over.
+        `steps` and `bytes` count what had to be sent, `already` the steps that were there. Raises NotFound.
+        """
+        owed: dict[Key, StepRecord] = {}
+        already: set[Key] = set()
+        failed: list[dict[str, str]] = []
+        for rel in paths or [""]:
+            refused: list[dict[str, str]] = []
+            meant = 0
+            for found in select(self.registry, rel):
+                record = found.record
+                reason = self._why_not(record)
+                if reason:
+                    refused.append({"path": record.rel, "reason": reason})
+                    continue
+                meant += 1
+                if record.is_persisted:
+                    already.add(record.key)
+                elif record.key not in owed:
+                    self.persister.owe(record, "demand")
+                    owed[record.key] = record
+            if rel and not meant:
+                failed += refused
+        records = list(owed.values())
+        if wait:
+            await reporting(
+                lambda: all_of(
+                    (partial(self._persist, record, failed) for record in records), at_once=len(records) or 1
+                ),
+                lambda: self._sending(records),
+                progress,
+            )
+        told = {failure["path"] for failure in failed}
+        done = [record for record in records if record.rel not in told]
+        return {
+            "steps": len(done),
+            "bytes": sum(record.manifest.bytes for record in done),
+            "already": len(already),
+            "failed": failed,
+        }
+
+    def _why_not(self, record: StepRecord) -> str:
+        """Why the step can't be persisted, "" where it can."""
+        if not record.is_complete:
+            why = f" ({record.manifest.note})" if record.manifest.note else ""
+            doing = "being written again" if record.manifest.overwrite is not None else "not complete"
+            return f"{record.rel} is {doing}{why}; only complete steps go to the object tier"
+        if self.registry.settings.for_namespace(record.manifest.namespace).persist.policy == "none":
+            return (
+                f"the namespace {record.manifest.namespace} has persist.policy none, so nothing of it goes to the "
+                f"object tier; set it to demand for steps that are asked for"
+            )
+        return ""
+
+    async def _persist(self, record: StepRecord, failed: list[dict[str, str]]) -> None:
+        await self.persister.wait_persisted(record)
+        if not record.is_persisted or self.registry.records.get(record.key) is not record:
+            failed.append({"path": record.rel, "reason": f"{record.rel} was removed or written again meanwhile"})
+
+    def _sending(self, records: Sequence[StepRecord]) -> dict[str, Any]:
+        """How far these steps are on their way."""
+        done = sent = total = 0
+        path = waiting_for = ""
+        for record in records:
+            progress = self.persister.progress(record)
+            if record.is_persisted:
+                done += 1
+            if record.is_persisted or progress is None:
+                total += record.manifest.bytes
+                sent += record.manifest.bytes if record.is_persisted else 0
+                continue
+            total += progress.bytes_total
+            sent += progress.bytes_sent
+            if progress.state == "sending":
+                path = path or record.rel
+            waiting_for = waiting_for or progress.error
+        return {
+            "steps_done": done,
+            "steps_total": len(records),
+            "bytes": sent,
+            "bytes_total": total,
+            "path": path,
+            "waiting_for": waiting_for,
+        }
+
+    async def wait(self, rel: str, *, level: str, timeout_s: float | None, progress: Progress) -> dict[str, Any]:
+        """Until the step reached the level: `ram` is complete, `object` is persisted. `reached` is False when time ran
+        out. Raises NotFound where it is removed, and where nobody owes it, so that waiting would never end."""
+        if level not in LEVELS:
+            raise SettingsError(f"{level!r} is no level to wait for; there are {', '.join(LEVELS)}")
+        found = select(self.registry, rel)
+        if len(found) != 1 or not found[0].is_named:
+            raise NotFound(f"{rel or 'the mount'} is no step; wait for one, such as run1/step_100")
+        record = found[0].record
+        with trio.move_on_after(timeout_s if timeout_s is not None else float("inf")) as scope:
+            await reporting(
+                lambda: self._reach(record, level),
+                lambda: self._sending([record]),
+                progress,
+            )
+        return {"path": record.rel, "level": level, "reached": not scope.cancelled_caught}
+
+    async def _reach(self, record: StepRecord, level: str) -> None:
+        while True:
+            if self.registry.records.get(record.key) is not record:
+                raise NotFound(f"{record.rel} was removed")
+            if record.is_complete and (level == "ram" or record.is_persisted):
+                return
+            if not record.is_complete:
+                await trio.sleep(LOOK_S)
+                continue
+            if not record.manifest.owed:
+                raise TierfsError(
+                    f"{record.rel} is not owed to the object tier, so waiting would never end; `tierfs flush` it first"
+                )
+            await self.persister.wait_persisted(record)
+            await trio.lowlevel.checkpoint()
+
+    async def drain(self, progress: Progress, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Until nothing is owed any more, steps and deletions, or time ran out: then `left` names what is."""
+        seen: dict[Key, StepRecord] = {}
+
+        def report() -> dict[str, Any]:
+            seen.update((record.key, record) for record in self.persister.owed_records())
+            return self._sending(list(seen.values()))
+
+        report()
+        with trio.move_on_after(timeout_s if timeout_s is not None else float("inf")):
+            await reporting(self.persister.drain, report, progress)
+        done = [record for record in seen.values() if record.is_persisted]
+        left = [record.rel for record in self.persister.owed_records()]
+        left += [f"{namespace}/{step}" for namespace, step in self.deletions.owed()]
+        return {"steps": len(done), "bytes": sum(record.manifest.bytes for record in done), "left": sorted(left)}
+
+    # --- from the object tier
+
+    async def prefetch(self, paths: Sequence[str], *, progress: Progress) -> dict[str, Any]:
+        """Bring the bytes of all stubs below the paths into RAM.
+
+        `files` and `bytes` are what was fetched, `already` the files that were there. Raises NoRoom before anything is
+        fetched where the tier can't hold it, also after evicting what retention lets go; NotFound, ObjectError.
+        """
+        meant: dict[Key, list[Selected]] = {}
+        for rel in paths or [""]:
+            for found in select(self.registry, rel):
+                meant.setdefault(found.record.key, []).append(found)
+        records = [found[0].record for found in meant.values()]
+        with self.registry.using(records):
+            for found in meant.values():
+                record = found[0].record
+                if not record.is_complete and any(each.is_named for each in found):
+                    raise StepBusy(f"{record.rel} is not complete; only of complete steps there is anything to fetch")
+                if record.is_complete and not record.manifest.populated:
+                    await self.hydration.populate(record)
+            files = {
+                entry.ino: _File(f"{found[0].record.rel}/{inner}", entry.size_bytes)
+                for found in meant.values()
+                for inner, entry in sorted(found[0].record.manifest.files.items())
+                if any(each.holds(inner) for each in found)
+            }
+            if not files and any(found[0].inner for found in meant.values()):
+                raise NotFound(f"there is no file {', '.join(paths)}; `tierfs ls` shows what there is")
+            stubs = {ino: file for ino, file in files.items() if self.hydration.is_stub(ino)}
+            for ino, file in stubs.items():
+                file.had_bytes = self.hydration.hydrated_bytes(ino)
+            wanted = sum(file.size_bytes - file.had_bytes for file in stubs.values())
+            self._make_room(wanted)
+            await reporting(
+                lambda: all_of((partial(self._fetch, ino, file) for ino, file in stubs.items()), at_once=FILES_AT_ONCE),
+                lambda: self._fetching(stubs),
+                progress,
+            )
+        return {"files": len(stubs), "bytes": wanted, "already": len(files) - len(stubs)}
+
+    async def _fetch(self, ino: int, file: _File) -> None:
+        await self.hydration.hydrate(ino)
+        file.is_whole = True
+
+    def _fetching(self, stubs: Mapping[int, _File]) -> dict[str, Any]:
+        """How far these files are."""
+        here = 0
+        for ino, file in stubs.items():
+            held = file.size_bytes if file.is_whole else min(file.size_bytes, self.hydration.hydrated_bytes(ino))
+            here += max(0, held - file.had_bytes)
+        return {
+            "files": sum(file.is_whole for file in stubs.values()),
+            "files_total": len(stubs),
+            "bytes": here,
+            "bytes_total": sum(file.size_bytes - file.had_bytes for file in stubs.values()),
+            "path": next((file.path for file in stubs.values() if not file.is_whole), ""),
+        }
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        free = self.registry.tier.usage().free_bytes
+        if wanted_bytes <= free:
+            return
+        most = free + self.registry.evictable_bytes()
+        if wanted_bytes > most:
+            raise NoRoom(
+                f"the RAM tier can't hold {format_size(wanted_bytes)} more: {format_size(free)} are free, and evicting "
+                f"what retention allows gives {format_size(most - free)}; evict or unpin steps, prefetch fewer, or "
+                f"mount with a larger size",
+                needed_bytes=wanted_bytes,
+                free_bytes=most,
+            )
+        self.registry.make_room(wanted_bytes - free)
+
+    # --- telling
+
+    async def status(self) -> dict[str, Any]:
+        """The object tier's part of `tierfs status`; asks the store nothing."""
+        stats = self.client.stats
+        owed = self.persister.owed_records()
+        problem = self.index.problem or stats.last_error
+        return {
+            "url": self.client.url,
+            "reachable": not self.index.problem,
+            "problem": problem,
+            "conditional_put": self.conditional_put,
+            "concurrency": stats.concurrency,
+            "requests": stats.requests,
+            "retries": stats.retries,
+            "throttled": stats.throttled,
+            "bytes_sent": stats.bytes_sent,
+            "bytes_received": stats.bytes_received,
+            "last_error": stats.last_error,
+            "steps_owed": len(owed),
+            "bytes_owed": self.persister.bytes_owed(),
+            "deletions_owed": len(self.deletions.owed()),
+            "sending": [self._describe_owed(record) for record in owed],
+            "namespaces": self._namespaces(owed),
+        }
+
+    def _describe_owed(self, record: StepRecord) -> dict[str, Any]:
+        progress = self.persister.progress(record)
+        if progress is None:
+            return {
+                "path": record.rel,
+                "bytes": 0,
+                "bytes_total": record.manifest.bytes,
+                "state": "owed",
+                "error": "",
+                "next_try_in_s": None,
+            }
+        return {
+            "path": record.rel,
+            "bytes": progress.bytes_sent,
+            "bytes_total": progress.bytes_total,
+            "state": progress.state,
+            "error": progress.error,
+            "next_try_in_s": max(0.0, progress.next_try_at - time.time()) if progress.state == "waiting" else None,
+        }
+
+    def _namespaces(self, owed: Sequence[StepRecord]) -> dict[str, Any]:
+        now = time.time()
+        described: dict[str, dict[str, Any]] = {}
+        newest: dict[str, float] = {}
+        for record in self.registry.records.values():
+            manifest = record.manifest
+            of_namespace = described.setdefault(
+                manifest.namespace, {"newest_persisted": None, "newest_persisted_age_s": None, "bytes_owed": 0}
+            )
+            completed_at = manifest.completed_at or 0.0
+            if record.is_persisted and completed_at >= newest.get(manifest.namespace, 0.0):
+                newest[manifest.namespace] = completed_at
+                of_namespace["newest_persisted"] = manifest.step
+                of_namespace["newest_persisted_age_s"] = now - completed_at
+        for record in owed:
+            progress = self.persister.progress(record)
+            left = record.manifest.bytes if progress is None else progress.bytes_total - progress.bytes_sent
+            described[record.manifest.namespace]["bytes_owed"] += left
+        return described
