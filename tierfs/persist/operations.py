@@ -223,21 +223,21 @@ class ObjectOperations:
         for rel in paths or [""]:
             for found in select(self.registry, rel):
                 meant.setdefault(found.record.key, []).append(found)
-        records = [found[0].record for found in meant.values()]
+        records = [chosen[0].record for chosen in meant.values()]
         with self.registry.using(records):
-            for found in meant.values():
-                record = found[0].record
-                if not record.is_complete and any(each.is_named for each in found):
+            for chosen in meant.values():
+                record = chosen[0].record
+                if not record.is_complete and any(each.is_named for each in chosen):
                     raise StepBusy(f"{record.rel} is not complete; only of complete steps there is anything to fetch")
                 if record.is_complete and not record.manifest.populated:
                     await self.hydration.populate(record)
             files = {
-                entry.ino: _File(f"{found[0].record.rel}/{inner}", entry.size_bytes)
-                for found in meant.values()
-                for inner, entry in sorted(found[0].record.manifest.files.items())
-                if any(each.holds(inner) for each in found)
+                entry.ino: _File(f"{chosen[0].record.rel}/{inner}", entry.size_bytes)
+                for chosen in meant.values()
+                for inner, entry in sorted(chosen[0].record.manifest.files.items())
+                if any(each.holds(inner) for each in chosen)
             }
-            if not files and any(found[0].inner for found in meant.values()):
+            if not files and any(chosen[0].inner for chosen in meant.values()):
                 raise NotFound(f"there is no file {', '.join(paths)}; `tierfs ls` shows what there is")
             stubs = {ino: file for ino, file in files.items() if self.hydration.is_stub(ino)}
             for ino, file in stubs.items():
