@@ -14,10 +14,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 from tierfs.checksum import from_text
 from tierfs.errors import ManifestDamaged, PathRefused
+from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.steps.names import escape_namespace, safe_component, safe_relative
 
 VERSION = 2
@@ -162,12 +163,12 @@ def load_manifest(path: Path) -> Manifest:
     if len(data) > MAX_BYTES:
         raise ManifestDamaged(f"the manifest {path} is larger than {MAX_BYTES} bytes")
     try:
-        value = json.loads(data, parse_constant=_refuse_constant)
+        value = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ManifestDamaged(f"the manifest {path} is not JSON: {error}") from None
     try:
         return _manifest(value)
-    except (_Wrong, PathRefused) as error:
+    except (Wrong, PathRefused) as error:
         raise ManifestDamaged(f"the manifest {path} is damaged: {error}") from None
 
 
@@ -245,101 +246,16 @@ def _as_json(manifest: Manifest) -> dict[str, Any]:
     return value
 
 
-class _Wrong(Exception):
-    """What is wrong and where; becomes ManifestDamaged."""
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not allowed")
-
-
-class _Fields:
-    """The members of one JSON object, each taken with its type; ends by refusing those that nobody took."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise _Wrong(f"{where} is not an object")
-        self._value = dict(value)
-        self._where = where
-
-    def add(self, members: dict[str, object]) -> None:
-        """What an older version did not write yet."""
-        self._value = {**members, **self._value}
-
-    def _take(self, key: str) -> object:
-        if key not in self._value:
-            raise _Wrong(f"{self._where} lacks {key!r}")
-        return self._value.pop(key)
-
-    def _refuse(self, key: str, wanted: str, value: object) -> NoReturn:
-        raise _Wrong(f"{self._where}: {key!r} must be {wanted}, not {str(value)[:80]!r}")
-
-    def integer(self, key: str, *, least: int = 0) -> int:
-        value = self._take(key)
-        if type(value) is not int or not least <= value < 1 << 64:
-            self._refuse(key, f"a whole number from {least}", value)
-        return value
-
-    def seconds(self, key: str) -> float:
-        value = self._take(key)
-        if type(value) not in (int, float) or not 0 <= cast("float", value) < 1e18:
-            self._refuse(key, "seconds", value)
-        return float(cast("float", value))
-
-    def seconds_or_none(self, key: str) -> float | None:
-        if self._value.get(key, 0) is None:
-            del self._value[key]
-            return None
-        return self.seconds(key)
-
-    def flag(self, key: str) -> bool:
-        value = self._take(key)
-        if not isinstance(value, bool):
-            self._refuse(key, "true or false", value)
-        return value
-
-    def text(self, key: str) -> str:
-        value = self._take(key)
-        if not isinstance(value, str):
-            self._refuse(key, "a text", value)
-        return value
-
-    def text_or_none(self, key: str) -> str | None:
-        if self._value.get(key, 0) is None:
-            del self._value[key]
-            return None
-        return self.text(key)
-
-    def texts(self, key: str) -> set[str]:
-        value = self._take(key)
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            self._refuse(key, "a list of texts", value)
-        return set(value)
-
-    def mapping(self, key: str) -> dict[str, object]:
-        value = self._take(key)
-        if not isinstance(value, dict):
-            self._refuse(key, "an object", value)
-        return value
-
-    def any(self, key: str) -> object:
-        return self._take(key)
-
-    def end(self) -> None:
-        if self._value:
-            raise _Wrong(f"{self._where} has unknown members: {', '.join(sorted(self._value))[:200]}")
-
-
 def _files(value: dict[str, object], where: str) -> dict[str, FileEntry]:
     files = {}
     for name, entry in value.items():
-        fields = _Fields(entry, f"{where}[{name!r}]")
+        fields = Fields(entry, f"{where}[{name!r}]")
         checksum = fields.text_or_none("checksum")
         if checksum is not None:
             try:
                 from_text(checksum)
             except ValueError as error:
-                raise _Wrong(f"{where}[{name!r}]: {error}") from None
+                raise Wrong(f"{where}[{name!r}]: {error}") from None
         files[safe_relative(name)] = FileEntry(
             size_bytes=fields.integer("size_bytes"),
             mtime_ns=fields.integer("mtime_ns", least=-(1 << 63)),
@@ -354,11 +270,11 @@ def _files(value: dict[str, object], where: str) -> dict[str, FileEntry]:
 def _overwrite(value: object) -> Overwrite | None:
     if value is None:
         return None
-    fields = _Fields(value, "overwrite")
+    fields = Fields(value, "overwrite")
     participants: dict[str, int] = {}
     for pid, ticks in fields.mapping("participants").items():
         if not (pid.isascii() and pid.isdigit() and type(ticks) is int and ticks >= 0):
-            raise _Wrong(f"overwrite: the participant {pid!r} has no start time")
+            raise Wrong(f"overwrite: the participant {pid!r} has no start time")
         participants[pid] = ticks
     overwrite = Overwrite(
         generation=fields.integer("generation"),
@@ -377,7 +293,7 @@ def _overwrite(value: object) -> Overwrite | None:
 def _persisted(value: object) -> Persisted | None:
     if value is None:
         return None
-    fields = _Fields(value, "persisted")
+    fields = Fields(value, "persisted")
     persisted = Persisted(
         generation=fields.integer("generation"),
         etag=fields.text("etag"),
@@ -390,15 +306,15 @@ def _persisted(value: object) -> Persisted | None:
 
 
 def _manifest(value: object) -> Manifest:
-    fields = _Fields(value, "the manifest")
+    fields = Fields(value, "the manifest")
     version = fields.integer("version")
     if version not in _KNOWN_VERSIONS:
-        raise _Wrong(f"version {version} is unknown, this program knows {VERSION}")
+        raise Wrong(f"version {version} is unknown, this program knows {VERSION}")
     if version == 1:
         fields.add({"owed": "", "persisted": None, "populated": True})
     state = fields.text("state")
     if state not in STATES:
-        raise _Wrong(f"the state {state!r} is unknown")
+        raise Wrong(f"the state {state!r} is unknown")
     manifest = Manifest(
         namespace=safe_relative(fields.text("namespace")),
         step=safe_component(fields.text("step")),
