@@ -114,9 +114,10 @@ class Importing:
             if force:
                 return
             raise StepBusy(f"{error.message}; --force imports what lies beside it anew") from None
-        raise StepBusy(
-            f"{where.step_rel} is committed in the object tier already; `tierfs ls` shows it within a minute"
-        )
+        raise StepBusy(f"{where.step_rel} is committed in the object tier already; there is nothing to import")
+
+    def _is_here(self, where: StepPath) -> bool:
+        return os.path.lexists(self._registry.root / where.step_rel)
 
     async def _list(self, where: StepPath) -> dict[str, ObjectInfo]:
         listing = await self._client.list_all(step_prefix(where.namespace, where.step))
@@ -132,7 +133,7 @@ class Importing:
         return found
 
     async def _judge(self, found: Import, *, force: bool) -> None:
-        """Hold the marker against the listing, by the rules of steps in RAM: in a tree of empty files of those sizes."""
+        """Hold the marker against the listing, by the rules of steps in RAM: in a tree of empty files of the sizes."""
         with self._scratch_tree() as top:
             await trio.to_thread.run_sync(_lay_out, top, found.objects)
             for inner, info in found.objects.items():
