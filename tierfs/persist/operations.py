@@ -17,8 +17,10 @@ import trio
 
 from tierfs.errors import NoRoom, NotFound, SettingsError, StepBusy, TierfsError
 from tierfs.objects.client import ObjectClient
+from tierfs.persist.repairing import Repair
 from tierfs.persist.reporting import Progress, all_of, reporting
 from tierfs.persist.selection import Selected, select
+from tierfs.persist.verifying import verify
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.units import format_size
@@ -268,6 +270,17 @@ class ObjectOperations:
             "bytes_total": sum(file.size_bytes - file.had_bytes for file in stubs.values()),
             "path": next((file.path for file in stubs.values() if not file.is_whole), ""),
         }
+
+    # --- is it good?
+
+    async def verify(self, rel: str, progress: Progress) -> dict[str, Any]:
+        """Read back what the object tier has of the steps below the path. See `tierfs.persist.verifying`."""
+        return await verify(self.registry, self.client, rel, progress)
+
+    async def repair(self, rel: str, *, dry_run: bool, progress: Progress) -> dict[str, Any]:
+        """Make damaged copies good from good ones. See `tierfs.persist.repairing`."""
+        work = Repair(self.registry, self.client, self.index, self.persister, self.hydration)
+        return await work.run(rel, dry_run=dry_run, progress=progress)
 
     def _make_room(self, wanted_bytes: int) -> None:
         free = self.registry.tier.usage().free_bytes

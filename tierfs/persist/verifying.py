@@ -44,17 +44,20 @@ class Examined:
 
 async def examine(client: ObjectClient, namespace: str, step: str, reader: ReadBack) -> Examined:
     """Read a committed step back and compare. Raises ObjectError where the store can't be asked."""
-    found = Examined()
     try:
         data, _ = await client.get(manifest_key(namespace, step), most_bytes=MAX_BYTES)
-        found.manifest = manifest = read_manifest(data, namespace, step)
+        manifest = read_manifest(data, namespace, step)
     except ObjectMissing:
-        found.manifest_reason = "is not committed in the object tier any more: its manifest is missing there"
-        return found
+        return Examined(manifest_reason="is not committed in the object tier any more: its manifest is missing there")
     except ObjectCorrupt as error:
-        found.manifest_reason = f"has no good commit in the object tier: {error.message}"
-        return found
-    listing = await client.list_all(step_prefix(namespace, step))
+        return Examined(manifest_reason=f"has no good commit in the object tier: {error.message}")
+    return await examine_files(client, manifest, reader)
+
+
+async def examine_files(client: ObjectClient, manifest: ObjectManifest, reader: ReadBack) -> Examined:
+    """The same for a manifest that is known. Raises ObjectError."""
+    found = Examined(manifest)
+    listing = await client.list_all(step_prefix(manifest.namespace, manifest.step))
     sizes = {info.key: info.size_bytes for info in listing.objects}
     jobs = [partial(_examine_file, reader, manifest, inner, sizes, found) for inner in sorted(manifest.files)]
     await all_of(jobs, at_once=FILES_AT_ONCE)
