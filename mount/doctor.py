@@ -9,7 +9,7 @@ import resource
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from mount.launch import answers
 from mount.runtime import all_instances, keeper_is_alive, read_process
 from tierfs.errors import TierfsError
 from tierfs.ram.memory import available_memory_bytes, total_memory_bytes
+from tierfs.settings import Settings
 from tierfs.units import format_size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -39,8 +40,11 @@ class Finding:
     advice: str = ""
 
 
-def examine() -> list[Finding]:
-    """Looks at everything, by trying where only trying can tell. Takes well under a second, and never raises."""
+def examine(object_tiers: Sequence[tuple[str, Settings]] = ()) -> list[Finding]:
+    """Looks at everything, by trying where only trying can tell, and never raises.
+
+    Takes well under a second, but for object tiers: settings with one, each with a name to put before what is found.
+    """
     findings: list[Finding] = []
     for check in (
         _fuse_device,
@@ -56,6 +60,10 @@ def examine() -> list[Finding]:
         _left_over,
     ):
         findings += _safely(check)
+    for whose, settings in object_tiers:
+        from mount.object_doctor import examine_object_tier  # which needs this module
+
+        findings += examine_object_tier(settings, whose=whose)
     return findings
 
 

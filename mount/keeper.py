@@ -28,7 +28,7 @@ from typing import Any
 from mount import kernel_mount
 from mount.daemon_process import DaemonProcess, describe_status, start_daemon
 from mount.handover import take_over_connection
-from mount.processes import service_is_stopping
+from mount.processes import service_is_stopping, service_needs_longer
 from mount.ram_mount import end_instance, prepare_ram
 from mount.runtime import (
     Instance,
@@ -56,6 +56,9 @@ _SERVED_WELL_S = 30.0
 _READY_WITHIN_S = 120.0
 _DRAIN_WITHIN_S = 60.0
 _END_WITHIN_S = 5.0
+#: While the daemon ends, systemd is told every so often that it takes so much longer (its own limit is 90 s).
+_EXTEND_EVERY_S = 10.0
+_EXTEND_BY_S = 30.0
 
 
 class Keeper:
@@ -85,6 +88,7 @@ class Keeper:
         self._announced = False
         self._stopping = 0
         self._deadline: float | None = None
+        self._extend_at: float | None = None
         self._forced = False
         self._wake, self._signalled = socket.socketpair()
         for end in (self._wake, self._signalled):
@@ -178,7 +182,7 @@ class Keeper:
                 daemon.close_ready_pipe()
 
     def _time_left(self, daemon: DaemonProcess) -> float | None:
-        deadlines = [] if self._deadline is None else [self._deadline]
+        deadlines = [at for at in (self._deadline, self._extend_at) if at is not None]
         if not daemon.ready:
             deadlines.append(daemon.started + _READY_WITHIN_S)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -186,6 +190,9 @@ class Keeper:
     def _press(self, daemon: DaemonProcess) -> None:
         """Goes one step further with a daemon that is late: to be ready, or to end when asked."""
         now = time.monotonic()
+        if self._extend_at is not None and now >= self._extend_at:
+            service_needs_longer(_EXTEND_BY_S)
+            self._extend_at = now + _EXTEND_EVERY_S
         if self._deadline is not None and now >= self._deadline:
             if not self._forced:
                 log.warning("the daemon %d does not end; aborting the connection", daemon.process.pid)
@@ -240,10 +247,18 @@ class Keeper:
         if self._stopping == stops:
             log.info("asked to stop: the daemon %d finishes what it does", daemon.process.pid)
             service_is_stopping()
-            self._deadline = time.monotonic() + _DRAIN_WITHIN_S
+            self._deadline = time.monotonic() + self._ends_within_s()
+            self._extend_at = time.monotonic()
             daemon.process.send_signal(signal.SIGTERM)
         if self._stopping > 1 and not self._forced:
             self._deadline = time.monotonic()
+            daemon.process.send_signal(signal.SIGTERM)
+
+    def _ends_within_s(self) -> float:
+        """How long the daemon may take after SIGTERM: for programs to close their files, and to send what is owed."""
+        persist = self._settings.persist
+        sends = self._settings.object and persist.flush_on_umount
+        return _DRAIN_WITHIN_S + (persist.flush_timeout_s if sends else 0.0)
 
     def _hear_ready(self, daemon: DaemonProcess) -> None:
         said = daemon.hear_ready()

@@ -24,6 +24,7 @@ from mount.runtime import (
     already_mounted,
     default_parent,
     instance_name,
+    is_running,
     keeper_is_alive,
     log_directory,
     make_instance,
@@ -34,6 +35,7 @@ from mount.runtime import (
     write_atomically,
     write_record,
 )
+from mount.still_sending import end_sending, has_object_tier, is_unmounted
 from tierfs.errors import MountError
 from tierfs.ram.memory import total_memory_bytes
 from tierfs.settings import Settings
@@ -41,6 +43,8 @@ from tierfs.settings_sources import load_settings, settings_from_json, settings_
 from tierfs.units import format_size
 
 READY_WITHIN_S = 30.0
+SENDING_ENDS_WITHIN_S = 10.0
+"""How long a daemon whose mount is gone may take to leave what is owed to the next one."""
 _TAIL_LINES = 15
 
 UNPRIVILEGED_LIMITS = (
@@ -91,9 +95,12 @@ def prepare_mount(
     place = real_mountpoint(mountpoint)
     settings = load_settings(config, os.environ, options, flags or {}, default_name=instance_name(place))
     instance = Instance(Path(os.path.realpath(settings.runtime_dir or default_parent())) / settings.name)
+    notes = [*settings.warnings]
+    may_send = is_running(instance) and is_unmounted(instance) and has_object_tier(instance)
+    if may_send and end_sending(instance, within_s=SENDING_ENDS_WITHIN_S):
+        notes.append("the last daemon still sent steps to the object tier; this one goes on with what is owed")
     if keeper_is_alive(instance):
         raise already_mounted(instance)
-    notes = [*settings.warnings]
     before = read_record(instance)
     daemon = read_process(instance.daemon_pid)
     if daemon is not None and before is not None:
@@ -106,6 +113,7 @@ def prepare_mount(
         running = settings_from_json(instance.settings.read_text())
         return Prepared(instance, running, before, True, tuple(notes))
 
+    _check_object_tier(settings)
     if settings.size > (memory := total_memory_bytes()):
         notes.append(
             f"the RAM tier of {format_size(settings.size)} is larger than the memory there is, {format_size(memory)}: "
@@ -131,6 +139,15 @@ def prepare_mount(
     write_atomically(instance.settings, settings_to_json(settings))
     write_record(instance, record)
     return Prepared(instance, settings, record, False, tuple(notes))
+
+
+def _check_object_tier(settings: Settings) -> None:
+    """SettingsError for a URL that is none, or where the package for it is missing. Asks the store nothing: one that
+    can't be reached now is no reason not to mount."""
+    if settings.object:
+        from tierfs.objects.opening import StoreSettings, open_store
+
+        open_store(StoreSettings(settings.object, settings.s3, 1)).close()
 
 
 def _free_mountpoint(place: Path, instance: Instance, *, must: bool = True) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tierfs
+from mount.leaving import Leaving
+from mount.object_operations import ObjectControl, ObjectWork, Tell, telling
 from mount.runtime import Instance, MountRecord, read_process
 from tierfs.errors import NotFound, PathRefused
+from tierfs.persist.selection import select
 from tierfs.settings_sources import describe_settings
 from tierfs.steps.names import safe_relative
 from tierfs.steps.operations import StepOperations
@@ -48,14 +51,19 @@ class Operations:
         channel: Channel,
         *,
         path_of: Callable[[int], str | None],
+        objects: ObjectWork | None = None,
+        leaving: Leaving | None = None,
     ) -> None:
-        """`path_of` turns a node id into a path below the mount's root, where it has one."""
+        """`path_of` turns a node id into a path below the mount's root, where it has one; `objects` is there when
+        there is an object tier."""
         self._instance = instance
         self._record = record
         self._registry = registry
         self._channel = channel
         self._path_of = path_of
         self._steps = StepOperations(registry)
+        self._leaving = leaving or Leaving()
+        self._objects = ObjectControl(objects, self._leaving)
         self._started = time.monotonic()
 
     def table(self) -> dict[str, Operation]:
@@ -71,6 +79,7 @@ class Operations:
             "evict": self.evict,
             "rm": self.rm,
             "verify": self.verify,
+            **self._objects.table(),
         }
 
     async def status(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -83,6 +92,8 @@ class Operations:
             {"severity": found.severity, "message": found.message, "path": found.path}
             for found in self._registry.tier.problems()
         ]
+        objects = await self._objects.status()
+        problems += _object_problems(objects)
         if keeper is None:
             problems.append(
                 {
@@ -95,6 +106,7 @@ class Operations:
         return {
             "name": self._instance.name,
             "mountpoint": self._record.mountpoint,
+            "mounted": not self._leaving.is_sending,
             "version": tierfs.__version__,
             "daemon_pid": os.getpid(),
             "keeper_pid": keeper.pid if keeper is not None else None,
@@ -118,7 +130,8 @@ class Operations:
                 "huge_pages": grant.huge_pages if grant is not None else "never",
                 "noswap": grant.noswap if grant is not None else False,
             },
-            "namespaces": namespaces,
+            "object": objects,
+            "namespaces": _with_durability(namespaces, objects),
             "steps": [step for namespace in namespaces for step in namespace["steps"]],
             "growing": self._growing(),
             "problems": problems + self._registry.problems,
@@ -139,6 +152,7 @@ class Operations:
 
     async def ls(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         rel, path = self._place(arguments)
+        await self._populate(rel)
         if not stat.S_ISDIR(self._lstat(rel, path).st_mode):
             raise PathRefused(f"{rel} is not a directory; `tierfs stat` describes a file")
         entries = []
@@ -155,26 +169,36 @@ class Operations:
         record = self._registry.at(where) if where is not None else None
         is_step = record is not None and where is not None and where.inner == ""
         size = info.st_size
+        level, in_object = "", None
         if is_step and record is not None:
-            size = sum(entry.size_bytes for entry in record.scan().values())
+            files = record.scan() if record.manifest.populated else record.manifest.files
+            size = sum(entry.size_bytes for entry in files.values())
+            described = self._registry.object_tier.describe(record)
+            level, in_object = described["level"], described["object"]
         elif stat.S_ISDIR(info.st_mode):
             size = 0
+        elif stat.S_ISREG(info.st_mode):
+            level = "object" if self._registry.object_tier.is_stub(info.st_ino) else "ram"
         return {
             "name": path.name,
             "type": _KINDS.get(stat.S_IFMT(info.st_mode), "other"),
             "size_bytes": size,
             "state": record.shown_state if record is not None else "",
             "step": is_step,
+            "level": level,
+            "object": in_object,
             "mtime": info.st_mtime,
         }
 
     async def stat(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         rel, path = self._place(arguments)
+        await self._populate(rel)
         info = self._lstat(rel, path)
         where = self._registry.names.locate(rel)
         record = self._registry.at(where) if where is not None else None
         entry = record.manifest.files.get(where.inner) if record is not None and where is not None else None
-        answer = self._entry(rel, path) if rel else {"type": "directory", "size_bytes": 0, "state": ""}
+        answer = self._entry(rel, path) if rel else {"type": "directory", "size_bytes": 0, "state": "", "level": ""}
+        described = describe_step(self._registry, record) if record is not None else None
         return {
             "path": rel,
             "type": answer["type"],
@@ -184,11 +208,12 @@ class Operations:
             "gid": info.st_gid,
             "mtime": info.st_mtime,
             "state": answer["state"],
-            "tier": "ram",
+            "tier": _tier_of(answer, described),
+            "level": answer["level"],
             "generation": record.generation_of(where.inner) if record is not None and where is not None else None,
             "checksum": entry.checksum if entry is not None else None,
             "sealed": entry.sealed if entry is not None else False,
-            "step": describe_step(self._registry, record) if record is not None else None,
+            "step": described,
         }
 
     async def config(self, arguments: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
@@ -210,10 +235,35 @@ class Operations:
         return await self._steps.remove(_text(arguments, "path"), recursive=arguments.get("recursive") is True)
 
     async def verify(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        def tell(values: dict[str, Any]) -> Awaitable[None]:
-            return progress(values)
+        """What the tiers asked for hold of the path. `all` adds them up, and says of each bad file where it is bad."""
+        path, tier = _text(arguments, "path"), arguments.get("tier", "ram")
+        if tier not in ("ram", "object", "all"):
+            raise PathRefused(f"{tier!r} is no tier; there are ram, object and all")
+        if tier != "ram":
+            _ = self._objects.work  # refuses now rather than after the RAM tier was read
 
-        return await self._steps.verify(_text(arguments, "path"), tell)
+        async def verified(tell: Tell) -> dict[str, Any]:
+            sums: dict[str, Any] = {"files": 0, "bytes": 0, "bad": [], "unsealed": 0, "stubs": 0, "not_persisted": 0}
+            if tier in ("ram", "all"):
+                _add_up(sums, "ram", await self._steps.verify(path, tell))
+            if tier in ("object", "all"):
+                try:
+                    found = await self._objects.verify(path, tell)
+                except NotFound:
+                    if tier == "object":
+                        raise
+                    found = {"bad": [], "unsealed": len(select(self._registry, path))}
+                _add_up(sums, "object", {**found, "unsealed": 0, "not_persisted": found["unsealed"]})
+            return sums
+
+        return await telling(progress, verified)
+
+    async def _populate(self, rel: str) -> None:
+        """Makes the stubs of a step of the object tier that is looked into, as the file system does."""
+        where = self._registry.names.locate(rel)
+        record = self._registry.at(where) if where is not None else None
+        if record is not None and not record.manifest.populated:
+            await self._registry.object_tier.populate(record)
 
     def _place(self, arguments: Mapping[str, Any]) -> tuple[str, Path]:
         rel = _text(arguments, "path")
@@ -233,3 +283,39 @@ def _text(arguments: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise PathRefused(f"the request lacks {key!r}")
     return value
+
+
+def _add_up(sums: dict[str, Any], tier: str, found: Mapping[str, Any]) -> None:
+    sums["bad"] += [{**bad, "tier": tier} for bad in found["bad"]]
+    for key in sums:
+        if key != "bad":
+            sums[key] += found.get(key, 0)
+
+
+def _tier_of(entry: Mapping[str, Any], step: Mapping[str, Any] | None) -> str:
+    """Where the bytes are: `ram`, `object` where they have to be fetched, or `ram+object` for a step that is mixed."""
+    if entry["type"] == "file":
+        return str(entry["level"])
+    if step is None or not step.get("stubs"):
+        return "ram"
+    return "ram+object" if step.get("ram_bytes") else "object"
+
+
+def _object_problems(objects: dict[str, Any] | None) -> list[dict[str, str]]:
+    """Those of the object tier, which go to the others; `objects` keeps none of the list it may have brought."""
+    if objects is None:
+        return []
+    found: list[dict[str, str]] = list(objects.pop("problems", []))
+    problem = objects.get("problem") or ""
+    if problem and not any(problem in each["message"] for each in found):
+        stuck = not objects.get("reachable", True) or any(each["state"] == "waiting" for each in objects["sending"])
+        severity = "error" if stuck else "warning"
+        found.insert(0, {"severity": severity, "message": f"the object tier {objects['url']}: {problem}", "path": ""})
+    return found
+
+
+def _with_durability(namespaces: list[dict[str, Any]], objects: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Each namespace with its newest persisted step, its age and the bytes that are owed; null without a tier."""
+    known = objects.pop("namespaces", {}) if objects is not None else {}
+    missing = {"newest_persisted": None, "newest_persisted_age_s": None, "bytes_owed": None if objects is None else 0}
+    return [{**namespace, **missing, **known.get(namespace["namespace"], {})} for namespace in namespaces]

@@ -32,6 +32,11 @@ def service_is_stopping() -> None:
     _notify_service_manager("STOPPING=1")
 
 
+def service_needs_longer(seconds: float) -> None:
+    """Tells systemd to wait so much longer, from now on, before it kills what it stops (sd_notify(3))."""
+    _notify_service_manager(f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
+
+
 def _notify_service_manager(state: str) -> None:
     """sd_notify(3): a datagram to $NOTIFY_SOCKET; a leading @ names an abstract socket."""
     address = os.environ.get("NOTIFY_SOCKET", "")

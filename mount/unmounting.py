@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mount import kernel_mount, ram_mount
 from mount.launch import answers
 from mount.runtime import Instance, is_running, other_on, read_process, read_record, real_mountpoint
+from mount.still_sending import end_sending, has_object_tier
 from tierfs.errors import InstanceError, MountError
 from tierfs.units import format_size
 
@@ -22,11 +23,14 @@ class Unmounted(NamedTuple):
     """Of a lazy unmount: which process still serves open files; "" when all have ended."""
 
 
-def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_be_mounted: bool) -> Unmounted:
+def unmount_instance(
+    instance: Instance, *, lazy: bool, timeout_s: float, must_be_mounted: bool, send: bool = True
+) -> Unmounted:
     """Unmounts it and waits for its processes; a lazy one waits a moment only.
 
-    MountError when it is in use (with the processes that use it) or its processes don't end in time; InstanceError
-    when it is not mounted and must be.
+    Without `send` the daemon does not go on sending what is owed to the object tier: the next mount does. MountError
+    when it is in use (with the processes that use it) or its processes don't end in time; InstanceError when it is not
+    mounted and must be.
     """
     record = read_record(instance)
     if record is None:  # it was found by its name
@@ -49,6 +53,8 @@ def unmount_instance(instance: Instance, *, lazy: bool, timeout_s: float, must_b
         _unmount(mountpoint, lazy=lazy)
     elif is_mounted:
         kernel_mount.detach_dead(mountpoint)
+    if not send and runs and has_object_tier(instance):
+        end_sending(instance, within_s=min(timeout_s, _LAZY_WAIT_S) if lazy else timeout_s)
     deadline = time.monotonic() + (min(timeout_s, _LAZY_WAIT_S) if lazy else timeout_s)
     for process, what in ((daemon, "daemon"), (keeper, "keeper")):
         if process is not None and not process.wait(max(0.0, deadline - time.monotonic())):
@@ -69,15 +75,25 @@ def _unmount(mountpoint: str, *, lazy: bool) -> None:
         kernel_mount.unmount(mountpoint, lazy=lazy)
     except OSError as error:
         if error.errno == errno.EBUSY:
-            busy = "; ".join(str(holder) for holder in kernel_mount.holders(mountpoint))
-            raise MountError(
-                f"{mountpoint} is in use by {busy or 'processes that this user may not see'}: end them, or unmount "
-                "with --lazy"
-            ) from error
+            raise _in_use(mountpoint, kernel_mount.holders(mountpoint)) from error
         if error.errno == errno.EPERM:
             raise MountError(f"{mountpoint} was mounted by another user, so unmounting it needs root") from error
         if error.errno != errno.EINVAL:  # EINVAL: somebody else was faster
             raise MountError(f"{mountpoint} can't be unmounted: {error.strerror}") from error
+
+
+def refuse_in_use(instance: Instance) -> None:
+    """MountError where programs use the mount, as far as this user may see: before something that takes its time."""
+    record = read_record(instance)
+    if record is not None and (found := kernel_mount.holders(record.mountpoint)):
+        raise _in_use(record.mountpoint, found)
+
+
+def _in_use(mountpoint: str, found: list[kernel_mount.Holder]) -> MountError:
+    busy = "; ".join(str(holder) for holder in found)
+    return MountError(
+        f"{mountpoint} is in use by {busy or 'processes that this user may not see'}: end them, or unmount with --lazy"
+    )
 
 
 def forget_unknown_mount(target: str) -> bool:

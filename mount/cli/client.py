@@ -26,12 +26,17 @@ _CONNECT_WITHIN_S = 15.0
 _MOST_BYTES = 64 << 20
 
 
+class OutOfTime(TierfsError):
+    """The time that was given for an operation is up."""
+
+
 def request(
     instance: str | Instance | None,
     op: str,
     /,
     *,
     timeout_s: float = SILENCE_S,
+    within_s: float | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
     **arguments: Any,
 ) -> Any:
@@ -39,8 +44,10 @@ def request(
 
     `instance` is a mount point, a path in it or a name; None is the only one.
     Waits while a daemon that died is being replaced. Raises what the daemon raised, with its exit code; InstanceError
-    (exit code 4) when the instance is not mounted, doesn't answer within `timeout_s` of silence, or there are several.
+    (exit code 4) when the instance is not mounted, doesn't answer within `timeout_s` of silence, or there are several;
+    OutOfTime when there is no answer `within_s`, though it goes on telling how far it is.
     """
+    deadline = None if within_s is None else time.monotonic() + within_s
     found = instance if isinstance(instance, Instance) else choose_instance(instance)
     with _connect(found) as connection:
         connection.settimeout(timeout_s)
@@ -51,6 +58,8 @@ def request(
                 if "progress" in said:
                     if on_progress is not None:
                         on_progress(said["progress"])
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise OutOfTime(f"not done within {within_s:g} s; it goes on without this command")
                 elif said.get("ok"):
                     return said.get("result")
                 else:

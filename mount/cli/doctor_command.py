@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierfs.settings import Settings
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = subparsers.add_parser(
         "doctor",
         help="what this machine can do, and what to change",
-        description="Looks at FUSE, the kernel, memory, limits, RDMA devices and mounts, one line each. As root it "
-        "mounts something tiny for a moment, since passthrough can only be known by trying.",
-        epilog="exit codes: 0 a mount works (perhaps with less than everything), 1 a mount can't work",
+        description="Looks at FUSE, the kernel, memory, limits, RDMA devices and mounts, one line each. As root it\n"
+        "mounts something tiny for a moment, since passthrough can only be known by trying. The object tier of the\n"
+        "settings given, or of the instances that run, is tried as well: written to, read and cleaned up.",
+        epilog="examples:\n  tierfs doctor\n  tierfs doctor -o object=s3://bucket/ckpt,s3.endpoint_url=http://seaweed:8333\n"
+        "  tierfs doctor --config /etc/tierfs/job1.toml\n  tierfs doctor /ckpt\n\n"
+        "exit codes: 0 a mount works (perhaps with less than everything), 1 a mount can't work",
     )
+    doctor.add_argument("directory", metavar="DIR", nargs="?", help="mount point or name: try this one's object tier")
+    doctor.add_argument("-o", dest="options", metavar="K=V,...", action="append", default=[], help="as for mount")
+    doctor.add_argument("--config", metavar="FILE", type=Path, help="settings file, as for mount")
     doctor.add_argument("--json", action="store_true", help="print the answer as JSON")
     doctor.set_defaults(run=run_doctor)
 
@@ -24,7 +36,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from mount.cli.tables import Cell, Column, Screen, print_json, render_table
     from mount.doctor import FAIL, OK, WARN, examine
 
-    findings = examine()
+    findings = examine(_object_tiers(arguments))
     verdicts = {finding.verdict for finding in findings}
     if arguments.json:
         verdict = next(each for each in (FAIL, WARN, OK) if each in verdicts)
@@ -38,6 +50,38 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         columns = [Column(""), Column("CHECK"), Column("FOUND")]
         sys.stdout.write(render_table(columns, rows, Screen.of(sys.stdout)))
     return 1 if FAIL in verdicts else 0
+
+
+def _object_tiers(arguments: argparse.Namespace) -> list[tuple[str, Settings]]:
+    """Those to try: of the settings or the instance given; else of all that run and, without any, of a mount here."""
+    from mount.runtime import all_instances, find_instance, is_running
+    from tierfs.errors import SettingsError, TierfsError
+    from tierfs.settings_sources import load_settings, settings_from_json
+
+    if arguments.directory is not None:
+        if arguments.options or arguments.config:
+            raise SettingsError("DIR is tried as it was mounted; leave out -o and --config, or DIR")
+        instances = [find_instance(arguments.directory, below=True)]
+    elif arguments.options or arguments.config:
+        given = load_settings(arguments.config, os.environ, arguments.options, {})
+        return [("", given)] if given.object else []
+    else:
+        instances = [one for one in all_instances() if is_running(one)]
+    found = []
+    for instance in instances:
+        try:
+            settings = settings_from_json(instance.settings.read_text())
+        except (OSError, TierfsError):
+            continue
+        if settings.object:
+            found.append((f"{instance.name}: ", settings))
+    if not instances:
+        try:
+            here = load_settings(None, os.environ, [], {})
+        except TierfsError:
+            return []
+        return [("", here)] if here.object else []
+    return found
 
 
 def _line(found: str, advice: str) -> str:

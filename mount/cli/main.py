@@ -18,18 +18,21 @@ COMMAND_MODULES = (
     "mount.cli.mount_commands",
     "mount.cli.read_commands",
     "mount.cli.step_commands",
+    "mount.cli.object_commands",
+    "mount.cli.copy_commands",
     "mount.cli.config_commands",
     "mount.cli.doctor_command",
     "mount.cli.completion",
 )
 
-DESCRIPTION = "A file system for training checkpoints: they land in RAM, and whole steps are kept."
+DESCRIPTION = "A file system for training checkpoints: they land in RAM, and whole steps go to object storage."
 EPILOG = """\
 examples:
   tierfs mount /ckpt -o size=50%                mount; then let the training job write below /ckpt
   tierfs status /ckpt                           the mount, its steps and what is wrong, if anything is
   tierfs verify /ckpt/run1/step_500             read a step again and compare it with its checksums
   tierfs pin /ckpt/run1/step_500                never drop this step from RAM
+  tierfs flush --all --wait                     send every complete step to the object tier, and wait for it
   tierfs umount /ckpt                           unmount; the next mount finds the steps again
 
 exit codes: 0 done, 1 failed, 2 wrong usage or settings, 3 mounted but with problems, 4 not mounted

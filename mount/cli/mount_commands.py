@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mount.runtime import Instance
+
+END_WITHIN_S = 120.0
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,15 +38,25 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     umount = subparsers.add_parser(
         "umount",
         help="unmount an instance",
-        description="Unmounts an instance and waits for its processes. Steps in the RAM tier stay there for the next "
-        "mount, unless --discard is given.",
-        epilog="examples:\n  tierfs umount /ckpt\n  tierfs umount --discard job1   also after a plain umount\n\n"
-        "exit codes: 0 unmounted, 1 in use or failed, 4 not mounted",
+        description="Sends what is owed to the object tier, then unmounts an instance and waits for its processes.\n"
+        "Steps in the RAM tier stay there for the next mount, unless --discard is given. It stays mounted when not\n"
+        "all could be sent in time, and after Ctrl-C meanwhile.",
+        epilog="examples:\n  tierfs umount /ckpt\n"
+        "  tierfs umount --no-flush /ckpt     now; what is owed stays in RAM, and the next mount sends it\n"
+        "  tierfs umount --discard job1       also after a plain umount\n\n"
+        "exit codes: 0 unmounted, 1 in use, not all sent in time or failed, 4 not mounted",
     )
     umount.add_argument("target", metavar="MOUNTPOINT|NAME", help="the mount point or the instance's name")
     umount.add_argument("--discard", action="store_true", help="also free the RAM tier, with every step in it")
     umount.add_argument("--lazy", action="store_true", help="take it out of the tree now, though files are open")
-    umount.add_argument("--timeout", type=float, default=120.0, metavar="S", help="how long to wait (default 120 s)")
+    umount.add_argument("--no-flush", action="store_true", help="don't send what is owed to the object tier first")
+    umount.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="how long the sending may take (default: persist.flush_timeout_s), and then the end of the processes "
+        "(default 120 s)",
+    )
     umount.set_defaults(run=run_umount)
 
 
@@ -71,6 +87,7 @@ def run_mount(args: argparse.Namespace) -> int:
 def run_umount(args: argparse.Namespace) -> int:
     from mount.ram_mount import discard_ram, stored_bytes
     from mount.runtime import find_instance
+    from mount.still_sending import has_object_tier
     from mount.unmounting import forget_unknown_mount, unmount_instance, what_stays
     from tierfs.errors import MountError, NotFound
     from tierfs.units import format_size
@@ -82,13 +99,24 @@ def run_umount(args: argparse.Namespace) -> int:
             raise error from None
         print(f"unmounted {args.target}")
         return 0
-    done = unmount_instance(instance, lazy=args.lazy, timeout_s=args.timeout, must_be_mounted=not args.discard)
+    if not args.no_flush and (args.discard or not args.lazy):
+        _flush(instance, args)
+    done = unmount_instance(
+        instance,
+        lazy=args.lazy,
+        timeout_s=END_WITHIN_S if args.timeout is None else args.timeout,
+        must_be_mounted=not args.discard,
+        send=not (args.no_flush or args.discard),
+    )
     if done.mountpoint:
         print(f"unmounted {done.mountpoint}")
     if done.goes_on and args.discard:
         raise MountError(
             f"programs still use files of the mount: end them, then `tierfs umount --discard {instance.name}`"
         )
+    if done.goes_on and not args.no_flush and has_object_tier(instance):
+        print(f"its {done.goes_on} goes on until its files are closed and what is owed is in the object tier")
+        return 0
     if done.goes_on:
         print(f"programs still use files of the mount; its {done.goes_on} goes on until they close them")
         return 0
@@ -99,3 +127,42 @@ def run_umount(args: argparse.Namespace) -> int:
     elif stay := what_stays(instance):
         print(stay)
     return 0
+
+
+def _flush(instance: Instance, args: argparse.Namespace) -> None:
+    """Sends what is owed to the object tier. MountError, and it stays mounted, when that is not all in time."""
+    from mount.cli.client import request
+    from mount.cli.object_commands import count_of, shown
+    from mount.cli.progress import ProgressLine
+    from mount.runtime import is_running
+    from mount.unmounting import refuse_in_use
+    from tierfs.errors import InstanceError, MountError
+    from tierfs.settings_sources import settings_from_json
+    from tierfs.units import format_size
+
+    if not is_running(instance) or not instance.settings.exists():
+        return
+    settings = settings_from_json(instance.settings.read_text())
+    if not settings.object or not settings.persist.flush_on_umount:
+        return
+    if not args.lazy:
+        refuse_in_use(instance)
+    timeout_s = settings.persist.flush_timeout_s if args.timeout is None else args.timeout
+    try:
+        with ProgressLine("sending") as line:
+            done = request(instance, "drain", seconds=timeout_s, on_progress=line.show)
+    except InstanceError as error:
+        raise MountError(
+            f"what is owed to the object tier can't be sent: {error.message}; --no-flush unmounts without"
+        ) from error
+    if done["steps"]:
+        print(f"sent {count_of(done['steps'], 'step')}, {format_size(done['bytes'])}, to the object tier")
+    if done["left"]:
+        names = ", ".join(shown(rel) for rel in done["left"][:5])
+        more = f" and {len(done['left']) - 5} more" if len(done["left"]) > 5 else ""
+        why = f" ({done['problem']})" if done.get("problem") else ""
+        lost = "are lost with --no-flush" if args.discard else "--no-flush unmounts without; the next mount sends them"
+        raise MountError(
+            f"still mounted: within {timeout_s:g} s not all was sent{why}. Not durable yet: {names}{more}, "
+            f"{format_size(done['bytes_left'])}. `tierfs status` shows how it goes on; {lost}"
+        )

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from mount.cli.durability import in_ram, leaving_fact, level_cell, object_facts, render_durability
+
 DEGRADED = 3
 _MOST_GROWING = 5
 
@@ -116,10 +118,12 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
     text = render_facts(
         [
             ("instance", Cell(f"{status['name']} on {status['mountpoint']} (tierfs {status['version']})", "bold")),
+            ("unmounted", leaving_fact(status)),
             ("passthrough", passthrough),
             ("processes", f"daemon {status['daemon_pid']}, {keeper}{up}{again}"),
             ("ram", f"{used} of {size} used, {format_size(ram['free_bytes'])} free{pages}{swap}"),
             ("ballast", _ballast(ram)),
+            *object_facts(status),
         ],
         screen,
     )
@@ -130,15 +134,18 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
             Column("NAMESPACE"),
             Column("STEP"),
             Column("STATE"),
+            Column("LEVEL"),
             Column("GEN", right=True),
             Column("FILES", right=True),
             Column("SIZE", right=True),
+            Column("IN RAM", right=True),
             Column("AGE", right=True),
             Column("MARKS"),
         ]
         text += "\n" + render_table(columns, rows, screen)
     else:
         text += "\nno steps yet\n"
+    text += render_durability(status, screen)
     growing = status.get("growing", [])
     if growing:
         more = f", and {len(growing) - _MOST_GROWING} more" if len(growing) > _MOST_GROWING else ""
@@ -177,9 +184,11 @@ def _step_row(step: dict[str, Any], is_latest: bool) -> list[Any]:
         step["namespace"] or "/",
         step["step"],
         Cell(step["state"], STATE_STYLES.get(step["state"], "")),
+        level_cell(step),
         str(step["generation"]),
         str(step["files"]),
         format_size(step["bytes"]),
+        in_ram(step),
         format_age(step["age_s"]) if step.get("age_s") is not None else "-",
         ", ".join(mark for mark in marks if mark),
     ]
@@ -191,6 +200,8 @@ def render_listing(answer: dict[str, Any], screen: Any) -> str:
 
     if not answer["entries"]:
         return "empty\n"
+    # A mount without an object tier has but one level, which is no news.
+    tiered = any(entry.get("object") or entry.get("level") == "object" for entry in answer["entries"])
     rows = []
     for entry in answer["entries"]:
         is_directory = entry["type"] in ("dir", "directory")
@@ -199,12 +210,14 @@ def render_listing(answer: dict[str, Any], screen: Any) -> str:
         rows.append(
             [
                 Cell(state, STATE_STYLES.get(state, "")),
+                level_cell(entry) if tiered else "",
                 size,
                 format_local(entry["mtime"]),
                 entry["name"] + ("/" if is_directory else ""),
             ]
         )
-    return render_table([Column("STATE"), Column("SIZE", right=True), Column("CHANGED"), Column("NAME")], rows, screen)
+    columns = [Column("STATE"), Column("LEVEL"), Column("SIZE", right=True), Column("CHANGED"), Column("NAME")]
+    return render_table(columns, rows, screen)
 
 
 def render_stat(answer: dict[str, Any], screen: Any) -> str:
@@ -231,6 +244,9 @@ def render_stat(answer: dict[str, Any], screen: Any) -> str:
         overwriting = ", being overwritten" if step.get("overwriting") else ""
         summary = f"{step['state']}, {step['files']} files, {format_size(step['bytes'])}{pinned}{overwriting}"
         facts.append(("step", f"{step['step']}: {summary}"))
+        if step.get("object"):
+            facts.append(("level", level_cell(step)))
+            facts.append(("in RAM", in_ram(step)))
         if step.get("completed_at") is not None:
             facts.append(("completed", format_local(step["completed_at"])))
         facts.append(("note", step.get("note") or ""))

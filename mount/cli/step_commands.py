@@ -69,11 +69,16 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     verify = subparsers.add_parser(
         "verify",
         help="read sealed files again and compare checksums",
-        description="Reads every sealed file of a step, or below a directory, and compares it with what was sealed.",
-        epilog="examples:\n  tierfs verify /ckpt/run1/step_500\n  tierfs verify /ckpt\n\n"
+        description="Reads every sealed file of a step, or below a directory, and compares it with what was sealed:\n"
+        "the copy in RAM, the one in the object tier (all its bytes are fetched), or both.",
+        epilog="examples:\n  tierfs verify /ckpt/run1/step_500\n  tierfs verify /ckpt\n"
+        "  tierfs verify --tier object /ckpt/run1/latest\n\n"
         "exit codes: 0 all files are as they were sealed, 1 some are not or there was nothing to verify",
     )
     verify.add_argument("path", metavar="PATH", help="step, file or directory in the mount")
+    verify.add_argument(
+        "--tier", choices=("ram", "object", "all"), default="ram", help="whose copy to read (default: ram)"
+    )
     add_json(verify)
     verify.set_defaults(run=run_verify)
 
@@ -127,60 +132,41 @@ def _amount(answer: dict[str, Any]) -> str:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
+    from mount.cli.progress import ProgressLine
     from mount.cli.tables import Screen, plain, print_json
     from mount.cli.targets import find_target
     from tierfs.units import format_size
 
-    progress = ProgressLine(enabled=sys.stderr.isatty() and not arguments.json)
-    try:
-        answer = find_target(arguments.path).request("verify", timeout_s=VERIFY_SILENCE_S, on_progress=progress.show)
-    finally:
-        progress.clear()
+    target = find_target(arguments.path, follow=True)
+    with ProgressLine("verifying", enabled=not arguments.json) as line:
+        answer = target.request("verify", tier=arguments.tier, timeout_s=VERIFY_SILENCE_S, on_progress=line.show)
     files, bad, unsealed = answer["files"], answer["bad"], answer.get("unsealed", 0)
+    stubs, absent = answer.get("stubs", 0), answer.get("not_persisted", 0)
     if arguments.json:
         print_json(answer)
     else:
         screen = Screen.of(sys.stdout)
         for each in bad:
-            print(f"{screen.paint('bad', 'red')}: {plain(each['path'], screen)}: {plain(each['reason'], screen)}")
+            where = f" ({each['tier']})" if arguments.tier == "all" and each.get("tier") else ""
+            print(
+                f"{screen.paint('bad', 'red')}: {plain(each['path'], screen)}: {plain(each['reason'], screen)}{where}"
+            )
         count = f"{files} file{'s' * (files != 1)}, {format_size(answer['bytes'])}"
         left = f"; {unsealed} without a checksum yet, not verified" if unsealed else ""
+        left += f"; {stubs} in the object tier only, not read" if stubs else ""
+        left += f"; {absent} step{'s' * (absent != 1)} not in the object tier" if absent else ""
         if bad:
             print(f"{len(bad)} of {count} not as sealed{left}")
         elif files:
             print(f"{screen.mark(True)} {count}: all as sealed{left}")
-    if not files:
+    if not files and not bad:
         why = (
             f"its {unsealed} files have no checksum yet: wait for it if they were just written, and see that "
             f"steps.checksums is on"
             if unsealed
+            else "all of it is in the object tier only; --tier object reads it there"
+            if stubs
             else "there is no sealed file there; name a complete step"
         )
         print(f"tierfs: nothing was verified in {arguments.path}: {why}", file=sys.stderr)
     return 0 if files and not bad else 1
-
-
-class ProgressLine:
-    """One line of progress on a terminal, written over itself; nothing elsewhere."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
-        self._width = 0
-
-    def show(self, progress: dict[str, Any]) -> None:
-        if not self._enabled:
-            return
-        from tierfs.units import format_size
-
-        done, total = progress.get("bytes", 0), progress.get("bytes_total")
-        share = f" of {format_size(total)}" if total else ""
-        text = f"verified {progress.get('files', 0)} files, {format_size(done)}{share}"
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
-
-    def clear(self) -> None:
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
-            self._width = 0

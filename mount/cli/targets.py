@@ -24,11 +24,11 @@ class Target:
         return request(self.instance, op, path=self.rel, **arguments)
 
 
-def find_target(path: str | None) -> Target:
+def find_target(path: str | None, *, follow: bool = False) -> Target:
     """Where `path` lies. Without a path: here, if here is in a mount, else the root of the only instance.
 
-    Symbolic links at the path's end are kept: `latest` is asked about as it is. NotFound (exit code 4) when the
-    path lies in no mount.
+    A symbolic link at the path's end is kept, so that `latest` is asked about as it is, unless `follow`.
+    NotFound (exit code 4) when the path lies in no mount.
     """
     from mount.runtime import find_instance, read_record
     from tierfs.errors import NotFound
@@ -46,6 +46,8 @@ def find_target(path: str | None) -> Target:
         raise InstanceError(f"the instance {instance.name!r} has no record of its mount; mount it again")
     root = Path(record.mountpoint)
     typed = Path(os.path.normpath(Path.cwd() / (path or ".")))
+    if follow and typed.is_symlink():
+        typed = Path(os.path.realpath(typed))
     if path == instance.name and not typed.is_relative_to(root):
         return Target(record.mountpoint, "")  # an instance's name stands for its root
     for candidate in (typed, Path(os.path.realpath(typed.parent)) / typed.name):

@@ -128,14 +128,17 @@ class StepOperations:
         return {"steps": 1, "bytes": size}
 
     async def verify(self, rel: str, progress: Progress) -> dict[str, Any]:
-        """Sum up every file below the path again and compare with what was sealed."""
+        """Sum up every file below the path again and compare with what was sealed; `stubs` have no bytes to sum up."""
         records = self._records_below(rel)
-        files = size = unsealed = 0
+        files = size = unsealed = stubs = 0
         bad: list[dict[str, str]] = []
         total = sum(entry.size_bytes for record in records for entry in record.manifest.files.values())
         last_told = 0.0
         for record in records:
             for inner, entry in sorted(record.manifest.files.items()):
+                if not record.manifest.populated or self.registry.object_tier.is_stub(entry.ino):
+                    stubs += 1
+                    continue
                 if entry.checksum is None or not entry.sealed:
                     unsealed += 1
                     reason = None
@@ -154,7 +157,7 @@ class StepOperations:
                 if time.monotonic() - last_told > 0.1:
                     last_told = time.monotonic()
                     await progress({"files": files, "bytes": size, "bytes_total": total})
-        return {"files": files, "bytes": size, "bad": bad, "unsealed": unsealed}
+        return {"files": files, "bytes": size, "bad": bad, "unsealed": unsealed, "stubs": stubs}
 
     def _records_below(self, rel: str) -> list[StepRecord]:
         if rel:

@@ -1,0 +1,129 @@
+"""What `status`, `ls` and `stat` show of the object tier: levels, what is not durable yet, and why it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MOST_SENDING = 8
+_LEVEL_STYLES = {"object": "green", "ram": ""}
+
+
+def level_cell(step: Mapping[str, Any]) -> Any:
+    """`object`, `ram`, and on the way `ram, 45% sent` or `ram, waiting`; "" where there is no object tier."""
+    from mount.cli.tables import Cell
+
+    level, found = step.get("level") or "", step.get("object")
+    if found is None:
+        # Steps of a mount without an object tier have `object` null; files have no state of their own.
+        return Cell(level if step.get("type") == "file" else "", _LEVEL_STYLES.get(level, ""))
+    state = found.get("state", "none")
+    if state == "sending":
+        return Cell(f"{level}, {_share(found.get('bytes_sent', 0), found.get('bytes', 0))} sent", "yellow")
+    if state in ("owed", "waiting"):
+        return Cell(f"{level}, {state}", "yellow")
+    return Cell(level, _LEVEL_STYLES.get(level, ""))
+
+
+def in_ram(step: Mapping[str, Any]) -> str:
+    """How much of a step that has stubs is in RAM; "" where all of it is."""
+    from tierfs.units import format_size
+
+    return format_size(step.get("ram_bytes") or 0) if step.get("stubs") or step.get("populated") is False else ""
+
+
+def leaving_fact(status: Mapping[str, Any]) -> Any:
+    """Of an instance that was unmounted, and whose daemon still sends what is owed."""
+    from mount.cli.tables import Cell
+
+    if status.get("mounted", True):
+        return ""
+    return Cell(f"still sending what is owed; a new mount of {status['name']} goes on with it", "yellow")
+
+
+def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Lines of the block at the top."""
+    from mount.cli.tables import Cell
+    from tierfs.units import format_size
+
+    found = status.get("object")
+    if not found:
+        return []
+    reachable = "" if found.get("reachable", True) else "; can't be reached now"
+    one = "; without conditional PUT" if found.get("conditional_put") is False else ""
+    traffic = (
+        f", {format_size(found.get('bytes_sent', 0))} sent, {format_size(found.get('bytes_received', 0))} received"
+    )
+    trouble = [
+        f"{found[key]} {word}" for key, word in (("retries", "retries"), ("throttled", "slowed down")) if found.get(key)
+    ]
+    owed = []
+    if found.get("steps_owed"):
+        owed.append(f"{found['steps_owed']} step{'s' * (found['steps_owed'] != 1)}, {format_size(found['bytes_owed'])}")
+    if found.get("deletions_owed"):
+        owed.append(f"{found['deletions_owed']} deletion{'s' * (found['deletions_owed'] != 1)} to do")
+    return [
+        (
+            "object tier",
+            Cell(f"{found['url']}{reachable}{one}{traffic}" + "".join(f", {each}" for each in trouble), "")
+            if found.get("reachable", True)
+            else Cell(f"{found['url']}{reachable}", "red"),
+        ),
+        ("not durable", Cell("; ".join(owed), "yellow") if owed else "nothing: all that is owed is in the object tier"),
+    ]
+
+
+def render_durability(status: Mapping[str, Any], screen: Any) -> str:
+    """What is being sent, and each namespace's newest durable step; "" without an object tier."""
+    from mount.cli.tables import Cell, Column, plain, render_table
+    from tierfs.units import format_age, format_size
+
+    found = status.get("object")
+    if not found:
+        return ""
+    rows = []
+    for namespace in status.get("namespaces", []):
+        newest, age = namespace.get("newest_persisted"), namespace.get("newest_persisted_age_s")
+        owed = namespace.get("bytes_owed") or 0
+        rows.append(
+            [
+                namespace["namespace"] or "/",
+                newest or Cell("none", "yellow"),
+                format_age(age) if age is not None else "-",
+                Cell(format_size(owed), "yellow" if owed else ""),
+            ]
+        )
+    text = ""
+    if rows:
+        columns = [
+            Column("NAMESPACE"),
+            Column("NEWEST DURABLE"),
+            Column("AGE", right=True),
+            Column("NOT DURABLE", right=True),
+        ]
+        text += "\n" + render_table(columns, rows, screen)
+    sending = found.get("sending", [])
+    if sending:
+        text += "\n"
+    for each in sending[:_MOST_SENDING]:
+        text += plain(_sending(each), screen) + "\n"
+    if len(sending) > _MOST_SENDING:
+        text += f"and {len(sending) - _MOST_SENDING} more steps\n"
+    return text
+
+
+def _sending(each: Mapping[str, Any]) -> str:
+    from tierfs.units import format_age, format_size
+
+    done, total = each.get("bytes") or 0, each.get("bytes_total") or 0
+    amount = f"{_share(done, total)} of {format_size(total)}"
+    if each["state"] == "waiting":
+        again = f"; next try in {format_age(each['next_try_in_s'])}" if each.get("next_try_in_s") is not None else ""
+        return f"waiting: {each['path']}, {amount} sent: {each.get('error') or 'no reason given'}{again}"
+    if each["state"] == "sending":
+        return f"sending: {each['path']}, {amount}"
+    return f"owed: {each['path']}, {format_size(total)}"
+
+
+def _share(done: int, total: int) -> str:
+    return f"{min(done, total) / total:.0%}" if total else "0%"
