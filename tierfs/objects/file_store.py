@@ -19,7 +19,7 @@ from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 from tierfs.errors import ObjectCorrupt, ObjectError
 from tierfs.objects.file_tree import SCRATCH_PARTS, FileTree, etag_of
 from tierfs.objects.file_uploads import FileUploads, write_all
-from tierfs.objects.probing import NO_CONDITION, keeps_condition
+from tierfs.objects.probing import found_capabilities
 from tierfs.objects.store import (
     BATCH_KEYS,
     MIB,
@@ -47,13 +47,7 @@ class FileStore:
 
     def probe(self) -> Capabilities:
         self._remove_left_behind()
-        conditional = keeps_condition(self)
-        return Capabilities(
-            writable=True,
-            conditional_put=conditional,
-            checksums=True,
-            notes=() if conditional else (NO_CONDITION,),
-        )
+        return found_capabilities(self)
 
     def put(self, key: str, data: memoryview, crc64nvme: int, flow: Flow, *, only_if_absent: bool = False) -> str:
         name = f"{_PUT}{uuid.uuid4().hex}"
@@ -154,7 +148,7 @@ class FileStore:
     def _remove_left_behind(self) -> None:
         oldest = time.time() - _LEFT_BEHIND_S
         for name in self._tree.scratch_names():
-            with suppress(FileNotFoundError), self._tree.directory(SCRATCH_PARTS) as fds:
+            with suppress(OSError), self._tree.directory(SCRATCH_PARTS) as fds:
                 if name.startswith(_PUT) and os.stat(name, dir_fd=fds[-1], follow_symlinks=False).st_mtime < oldest:
                     os.unlink(name, dir_fd=fds[-1])
 
