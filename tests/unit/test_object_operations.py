@@ -17,6 +17,8 @@ from tierfs.checksum import CHUNK_BYTES, FileChecksum, checksum_fd
 from tierfs.errors import CommitRefused, NotAStep, NotFound, ObjectMissing, StepBusy
 from tierfs.objects.pool import WorkerPool
 from tierfs.persist.importing import Importing
+from tierfs.persist.layout import manifest_key
+from tierfs.persist.object_manifest import read_manifest
 from tierfs.persist.reading_back import CHUNKS_AT_ONCE, ReadBack
 from tierfs.persist.repairing import decide
 from tierfs.persist.reporting import all_of, reporting
@@ -142,6 +144,19 @@ async def test_a_plain_checkpoint_is_read_for_what_its_commit_says(tmp_path: Pat
     size = sum(map(len, files.values()))
     assert told[-1] == {"files": 3, "files_total": 3, "bytes": size, "bytes_total": size, "path": STEP}
     assert driver.old_generations() == []  # nothing is left of the tree in which it was judged
+
+
+async def test_an_import_is_a_commit_beside_objects_that_stay_as_they_are(tmp_path: Path, store: Path) -> None:
+    driver = Driver(tmp_path / "ram")
+    files = checkpoint()
+    lay_out(store, files)
+    async with client_of(store) as client:
+        manifest, etag = await Importing(driver.registry, client, "here").run(STEP, force=False, progress=Told())
+        data, found_etag = await client.get(manifest_key("run", "step_1"), most_bytes=1 << 20)
+        assert (read_manifest(data, "run", "step_1"), found_etag) == (manifest, etag)
+        with pytest.raises(StepBusy, match="committed in the object tier already"):
+            await read_import(driver, client)
+    assert {name: (store / STEP / name).read_bytes() for name in files} == files
 
 
 def lacks_a_file(files: dict[str, bytes]) -> None:

@@ -18,15 +18,25 @@ from pathlib import Path
 
 import trio
 
-from tierfs.errors import CommitRefused, NotAStep, NotFound, ObjectCorrupt, ObjectMissing, PathRefused, StepBusy
+from tierfs.errors import (
+    CommitRefused,
+    NotAStep,
+    NotFound,
+    ObjectCorrupt,
+    ObjectExists,
+    ObjectMissing,
+    PathRefused,
+    StepBusy,
+)
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import ObjectInfo
-from tierfs.persist.layout import inner_of, is_own, is_safe, manifest_key, step_prefix
+from tierfs.persist.layout import inner_of, is_own, is_safe, manifest_key, node_key, step_prefix
 from tierfs.persist.object_manifest import (
     MAX_BYTES,
     NodeFile,
     ObjectDirectory,
     ObjectFile,
+    ObjectManifest,
     SentObject,
     merge,
     read_manifest,
@@ -67,6 +77,27 @@ class Importing:
         self._registry = registry
         self._client = client
         self._node = node
+
+    async def run(self, rel: str, *, force: bool, progress: Progress) -> tuple[ObjectManifest, str]:
+        """Make a step of what lies there; returns what was committed, and its ETag. Raises what `read` does."""
+        node_file = await self.read(rel, force=force, progress=progress)
+        manifest = merge([node_file])
+        key = manifest_key(manifest.namespace, manifest.step)
+        try:
+            etag = await self._client.put(key, manifest.to_bytes(), only_if_absent=not force)
+        except ObjectExists:
+            # Our own, whose answer was lost, or one of a node that was faster.
+            data, etag = await self._client.get(key, most_bytes=MAX_BYTES)
+            if not read_manifest(data, manifest.namespace, manifest.step).has_same_bytes(manifest):
+                raise StepBusy(f"another node committed {manifest.namespace}/{manifest.step} meanwhile") from None
+        # After the commit, unlike with a step that is sent: what is not committed and has a node file is a leftover
+        # of that node and is swept, and these objects are somebody's own.
+        await self._client.put(node_key(manifest.namespace, manifest.step, self._node), node_file.to_bytes())
+        log.info(
+            "imported in the object tier",
+            extra={"namespace": manifest.namespace, "step": manifest.step, "file": "", "tier": "object"},
+        )
+        return manifest, etag
 
     async def read(self, rel: str, *, force: bool, progress: Progress) -> NodeFile:
         """Judge and read what lies there; what comes back is to be committed as it is.

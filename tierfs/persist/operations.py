@@ -17,6 +17,7 @@ import trio
 
 from tierfs.errors import NoRoom, NotFound, SettingsError, StepBusy, TierfsError
 from tierfs.objects.client import ObjectClient
+from tierfs.persist.importing import Importing
 from tierfs.persist.repairing import Repair
 from tierfs.persist.reporting import Progress, all_of, reporting
 from tierfs.persist.selection import Selected, select
@@ -281,6 +282,19 @@ class ObjectOperations:
         """Make damaged copies good from good ones. See `tierfs.persist.repairing`."""
         work = Repair(self.registry, self.client, self.index, self.persister, self.hydration)
         return await work.run(rel, dry_run=dry_run, progress=progress)
+
+    async def adopt(self, rel: str, progress: Progress, *, force: bool = False) -> dict[str, Any]:
+        """Make a step of a checkpoint that other means put at its place. See `tierfs.persist.importing`."""
+        importing = Importing(self.registry, self.client, self.persister.node)
+        manifest, etag = await importing.run(rel, force=force, progress=progress)
+        self.index.cache.save(manifest, etag)
+        await self.index.refresh()
+        return {
+            "path": rel,
+            "files": len(manifest.files),
+            "bytes": manifest.size_bytes,
+            "marker": manifest.marker,
+        }
 
     def _make_room(self, wanted_bytes: int) -> None:
         free = self.registry.tier.usage().free_bytes

@@ -192,12 +192,11 @@ class Repair:
     # --- mending
 
     async def _send_again(self, plan: Plan) -> None:
-        """The step is withdrawn, and committed once all of it was sent again."""
+        """The step is withdrawn, and committed again once what is damaged was sent again.
+
+        The damaged objects go first: in its size and with its ETag, such a one looks as if it were sent already.
+        """
         record = plan.record
-        for inner, entry in sorted(record.manifest.files.items()):
-            if self._hydration.is_stub(entry.ino):
-                log.info("fetched before the step is sent again", extra=self._registry.extra(record, inner))
-                await self._hydration.hydrate(entry.ino)
         await self._client.delete([manifest_key(*record.key)])
         await self._client.delete([file_key(*record.key, inner) for inner in plan.of("sent again")])
         record.manifest.persisted = None
