@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from tierfs.ram import growth
+from tierfs.ram import growth, syscalls
 from tierfs.ram.filling import BallastKeeper
 from tierfs.ram.growth import Growth, RoomRules
 from tierfs.ram.room import PlainRoom, Room, RoomState, TmpfsRoom
@@ -230,6 +230,21 @@ class RamTier:
             end = min(end, shard.given_bytes + at_once)
             self._give_at_once(shard, end)
         self._wake.set()
+
+    async def give_room(self, fd: int, start: int, end: int) -> None:
+        """Memory for a range of a file that is filled by others than a writer. OSError (ENOSPC): all or none of it."""
+
+        def give() -> None:
+            given = self._room.give(fd, start, end)
+            if given < end:
+                syscalls.fallocate(fd, syscalls.FALLOC_FL_KEEP_SIZE, given, end - given)
+
+        await trio.to_thread.run_sync(give, limiter=self._reserving)
+
+    def trim(self, fd: int) -> None:
+        """Take back what a file without a writer has beyond its end. Keeps its mtime."""
+        with suppress(OSError):
+            self._room.trim(fd)
 
     async def before_times_are_set(self, nodeid: int) -> None:
         """A program is about to set the file's times, so it has written what it wanted: no more room is given.

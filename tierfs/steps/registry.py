@@ -197,6 +197,11 @@ class StepRegistry:
         self._being_freed.pop(name, None)
         self.tier.released_room()
 
+    @property
+    def is_freeing(self) -> bool:
+        """Room will come back by itself soon."""
+        return bool(self._being_freed)
+
     def old_directory(self, record: StepRecord) -> Path | None:
         """Where the generation lies that was set aside."""
         current = record.manifest.overwrite

@@ -1,0 +1,145 @@
+"""Bringing one chunk of a stub: fetched into the file, verified against the manifest, and only then shown."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+
+import trio
+from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
+
+from tierfs.checksum import CHUNK_BYTES, READ_BYTES
+from tierfs.errors import ChecksumMismatch, ObjectError, ObjectMissing, ObjectUnavailable, TierfsError
+from tierfs.hydrate.partial import GOOD, MISSING, UNCHECKED, Fetch, PartialFile
+from tierfs.hydrate.room import HydrationRoom
+from tierfs.hydrate.stubs import restore_times
+from tierfs.objects.client import ObjectClient
+from tierfs.steps.registry import StepRegistry
+
+log = logging.getLogger("tierfs.hydrate")
+
+#: A chunk that comes wrong is asked for so often: bits flip on the way, but a damaged object stays damaged.
+ATTEMPTS = 3
+
+
+class Fetcher:
+    """Fetches chunks in tasks of its own, so that several readers share one, and none dies with its reader."""
+
+    def __init__(self, registry: StepRegistry, client: ObjectClient, room: HydrationRoom) -> None:
+        self._registry = registry
+        self._client = client
+        self._room = room
+        self._threads = trio.CapacityLimiter(2)
+        self.nursery: trio.Nursery | None = None
+        #: A fetch ended, well or not, and nobody was told yet.
+        self.settled: Callable[[PartialFile], None] = lambda part: None
+
+    def start(self, part: PartialFile, chunk: int, *, urgent: bool) -> Fetch:
+        """The chunk is being brought; see `Fetch`. It must not be good already."""
+        fetch = part.fetches.get(chunk)
+        if fetch is None:
+            fetch = Fetch()
+            if self.nursery is None:
+                fetch.error = ObjectUnavailable("the object tier is not served (any more)")
+                fetch.done.set()
+                return fetch
+            part.fetches[chunk] = fetch
+            part.users += 1  # its descriptor
+            self.nursery.start_soon(self._fetch, part, chunk, fetch, urgent)
+        return fetch
+
+    async def _fetch(self, part: PartialFile, chunk: int, fetch: Fetch, urgent: bool) -> None:
+        try:
+            if part.state is not None and part.state[chunk] == UNCHECKED:
+                await self._check_left(part, chunk)
+            if not part.is_good(chunk):
+                await self._room.for_chunk(part, chunk)
+                await self._bring(part, chunk, urgent=urgent)
+                part.set(chunk, GOOD)
+            self._room.used(part, chunk)
+        except (TierfsError, OSError) as error:
+            fetch.error = error
+            with contextlib.suppress(OSError):
+                await self._room.give_up(part, chunk)
+        except BaseException:
+            fetch.error = ObjectUnavailable(f"{part.where} is not fetched any more: the daemon stops")
+            raise
+        finally:
+            if part.mark is not None and part.fd >= 0:
+                with contextlib.suppress(OSError):
+                    restore_times(part.fd, part.mark)
+            part.fetches.pop(chunk, None)
+            part.users -= 1
+            self.settled(part)
+            fetch.done.set()
+            part.tell()
+
+    async def _bring(self, part: PartialFile, chunk: int, *, urgent: bool) -> None:
+        if part.mark is None or part.object is None:
+            raise ObjectError(f"nobody knows where the bytes of {part.where} are")
+        expected = part.object.chunks[chunk]
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                found = await self._client.read_range(
+                    part.mark.key,
+                    chunk * CHUNK_BYTES,
+                    part.length(chunk),
+                    part.fd,
+                    urgent=urgent,
+                    retry_for_s=self._registry.settings.transfer.read_retry_for_s,
+                )
+            except ObjectMissing as error:
+                raise self._failed(part, chunk, ObjectError(f"the object is gone ({error.message})")) from None
+            except ObjectError as error:
+                raise self._failed(part, chunk, error) from None
+            if found == expected:
+                return
+            log.warning(
+                "chunk %d came with another checksum than was sealed (attempt %d of %d)", chunk, attempt, ATTEMPTS,
+                extra=self._extra(part),
+            )  # fmt: skip
+        raise self._failed(
+            part, chunk, ChecksumMismatch(f"it came {ATTEMPTS} times with another checksum than was sealed")
+        )
+
+    async def _check_left(self, part: PartialFile, chunk: int) -> None:
+        """Bytes that an earlier daemon brought: right, or made a hole again."""
+        if part.object is None:
+            return
+        fd = os.dup(part.fd)
+        try:
+            found = await trio.to_thread.run_sync(
+                _checksum, fd, chunk * CHUNK_BYTES, part.length(chunk), limiter=self._threads
+            )
+        finally:
+            os.close(fd)
+        if found == part.object.chunks[chunk]:
+            part.set(chunk, GOOD)
+        else:
+            part.set(chunk, MISSING)
+
+    def _failed(self, part: PartialFile, chunk: int, error: TierfsError) -> TierfsError:
+        """Say what can't be read, and why."""
+        message = f"chunk {chunk} of {part.where.removeprefix('root/')} can't be fetched: {error.message}"
+        log.error("%s", message, extra=self._extra(part))
+        if part.mark is not None:
+            self._registry.problem("error", message, f"{part.mark.namespace}/{part.mark.step}")
+        return type(error)(message) if isinstance(error, ChecksumMismatch | ObjectError) else error
+
+    def _extra(self, part: PartialFile) -> dict[str, str]:
+        mark = part.mark
+        named = (mark.namespace, mark.step, mark.file) if mark is not None else ("", "", part.where)
+        return {"namespace": named[0], "step": named[1], "file": named[2], "tier": "object"}
+
+
+def _checksum(fd: int, start: int, length: int) -> int:
+    buffer, done, summed = memoryview(bytearray(min(READ_BYTES, length))), 0, 0
+    while done < length:
+        got = os.preadv(fd, [buffer[: length - done]], start + done)
+        if not got:
+            break
+        summed = int(crc64nvme(buffer[:got], summed))
+        done += got
+    return summed
