@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from tierfs.errors import NoRoom, NotFound, SettingsError, StepBusy, TierfsError
+from tierfs.hydrate.room import MARGIN_BYTES, MARGIN_SHARE
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.importing import Importing
 from tierfs.persist.repairing import Repair
@@ -297,7 +298,8 @@ class ObjectOperations:
         }
 
     def _make_room(self, wanted_bytes: int) -> None:
-        free = self.registry.tier.usage().free_bytes
+        usage = self.registry.tier.usage()
+        free = max(0, usage.free_bytes - min(MARGIN_BYTES, usage.size_bytes // MARGIN_SHARE))
         if wanted_bytes <= free:
             return
         most = free + self.registry.evictable_bytes()
