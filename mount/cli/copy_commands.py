@@ -71,7 +71,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     settings, where = _step_place(target, arguments.destination)
     with ProgressLine("importing", enabled=not arguments.json) as line:
         if arguments.source is None:
-            answer = target.request("import", on_progress=line.show)
+            answer = target.request("import", force=arguments.force, on_progress=line.show)
         else:
             _refuse_existing(target, arguments.destination, force=arguments.force)
             answer = _copy_in(arguments, target, settings, where, line)

@@ -58,11 +58,13 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     repair = subparsers.add_parser(
         "repair",
         help="put the object tier in order",
-        description="Compares the object tier with what its manifests say, and mends what can be mended: sends again\n"
-        "what RAM still holds, finishes deletions, removes what no step needs.",
+        description="Reads both copies of every persisted step, the one in RAM and the one in the object tier, and\n"
+        "makes a damaged one good from the other. What is whole nowhere is withdrawn: no program takes it for\n"
+        "a checkpoint.",
         epilog="examples:\n  tierfs repair --dry-run          only say what would be done\n"
         "  tierfs repair /ckpt/run1/step_500\n\n"
-        "exit codes: 0 in order, or mended; 1 failed, or with --dry-run there is something to do; 4 not mounted",
+        "exit codes: 0 in order or mended, 1 something is lost or failed, or with --dry-run there is work to do,\n"
+        "4 not mounted",
     )
     repair.add_argument("path", metavar="PATH", nargs="?", help="step or directory; default: everything")
     repair.add_argument("--dry-run", action="store_true", help="change nothing, only say what would be done")
@@ -163,7 +165,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
     with ProgressLine("checking", enabled=not arguments.json) as line:
         answer = target.request("repair", dry_run=arguments.dry_run, on_progress=line.show)
     actions = answer["actions"]
-    failed = [each for each in actions if each.get("failed")]
+    lost = [each for each in actions if each["action"] == "lost"]
     if arguments.json:
         print_json(answer)
     else:
@@ -171,7 +173,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
             print(f"{shown(each['path'])}: {shown(each['action'])}: {shown(each['reason'])}")
         verb = "to do" if arguments.dry_run else "done"
         print(f"{count_of(answer['checked'], 'step')} checked, {count_of(len(actions), 'repair')} {verb}")
-    return 1 if failed or (arguments.dry_run and actions) else 0
+    return 1 if lost or (arguments.dry_run and actions) else 0
 
 
 def print_failures(failures: list[dict[str, str]]) -> None:
