@@ -122,9 +122,7 @@ async def test_the_first_failure_ends_the_others_and_is_raised_as_it_is() -> Non
 async def read_import(
     driver: Driver, client: WorkerPool, step: str = STEP, *, force: bool = False, told: Told | None = None
 ) -> Any:
-    return await Importing(driver.registry, client, "here").read(
-        step, force=force, progress=Told() if told is None else told
-    )
+    return await Importing(driver.registry, client).read(step, force=force, progress=Told() if told is None else told)
 
 
 async def test_a_plain_checkpoint_is_read_for_what_its_commit_says(tmp_path: Path, store: Path) -> None:
@@ -151,7 +149,7 @@ async def test_an_import_is_a_commit_beside_objects_that_stay_as_they_are(tmp_pa
     files = checkpoint()
     lay_out(store, files)
     async with client_of(store) as client:
-        manifest, etag = await Importing(driver.registry, client, "here").run(STEP, force=False, progress=Told())
+        manifest, etag = await Importing(driver.registry, client).run(STEP, force=False, progress=Told())
         data, found_etag = await client.get(manifest_key("run", "step_1"), most_bytes=1 << 20)
         assert (read_manifest(data, "run", "step_1"), found_etag) == (manifest, etag)
         with pytest.raises(StepBusy, match="committed in the object tier already"):

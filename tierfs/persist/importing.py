@@ -54,6 +54,8 @@ from tierfs.steps.registry import StepRegistry
 log = logging.getLogger("tierfs.persist")
 
 FILES_AT_ONCE = 4
+#: Stands for the node in the node file: none sent these objects.
+NODE = "imported"
 
 
 @dataclass
@@ -71,12 +73,11 @@ class Import:
 
 
 class Importing:
-    """Imports for one node."""
+    """Imports into the steps of one mount."""
 
-    def __init__(self, registry: StepRegistry, client: ObjectClient, node: str) -> None:
+    def __init__(self, registry: StepRegistry, client: ObjectClient) -> None:
         self._registry = registry
         self._client = client
-        self._node = node
 
     async def run(self, rel: str, *, force: bool, progress: Progress) -> tuple[ObjectManifest, str]:
         """Make a step of what lies there; returns what was committed, and its ETag. Raises what `read` does."""
@@ -91,8 +92,8 @@ class Importing:
             if not read_manifest(data, manifest.namespace, manifest.step).has_same_bytes(manifest):
                 raise StepBusy(f"another node committed {manifest.namespace}/{manifest.step} meanwhile") from None
         # After the commit, unlike with a step that is sent: what is not committed and has a node file is a leftover
-        # of that node and is swept, and these objects are somebody's own.
-        await self._client.put(node_key(manifest.namespace, manifest.step, self._node), node_file.to_bytes())
+        # of that node's and is swept, and these objects are somebody's own.
+        await self._client.put(node_key(manifest.namespace, manifest.step, NODE), node_file.to_bytes())
         log.info(
             "imported in the object tier",
             extra={"namespace": manifest.namespace, "step": manifest.step, "file": "", "tier": "object"},
@@ -226,7 +227,7 @@ class Importing:
         uid, gid = self._owner(where.namespace)
         newest = max(found.objects.values(), key=lambda info: info.modified).modified
         node_file = NodeFile(
-            node=self._node,
+            node=NODE,
             namespace=where.namespace,
             step=where.step,
             number=where.number,

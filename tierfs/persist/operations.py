@@ -286,7 +286,7 @@ class ObjectOperations:
 
     async def adopt(self, rel: str, progress: Progress, *, force: bool = False) -> dict[str, Any]:
         """Make a step of a checkpoint that other means put at its place. See `tierfs.persist.importing`."""
-        importing = Importing(self.registry, self.client, self.persister.node)
+        importing = Importing(self.registry, self.client)
         manifest, etag = await importing.run(rel, force=force, progress=progress)
         self.index.cache.save(manifest, etag)
         await self.index.refresh()

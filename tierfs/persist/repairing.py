@@ -197,10 +197,12 @@ class Repair:
         The damaged objects go first: in its size and with its ETag, such a one looks as if it were sent already.
         """
         record = plan.record
-        await self._client.delete([manifest_key(*record.key)])
-        await self._client.delete([file_key(*record.key, inner) for inner in plan.of("sent again")])
-        record.manifest.persisted = None
-        self._registry.save_or_later(record)
+        async with record.lock:  # nothing is sent of it meanwhile
+            record.manifest.persisted = None
+            record.manifest.owed = "demand"
+            self._registry.save_or_later(record)
+            await self._client.delete([manifest_key(*record.key)])
+            await self._client.delete([file_key(*record.key, inner) for inner in plan.of("sent again")])
         self._persister.owe(record, "demand")
         await self._persister.wait_persisted(record)
 
