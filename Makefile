@@ -41,9 +41,10 @@ format: setup ## let ruff put the code in shape
 	$(RUN)/ruff format .
 
 bench: setup ## measure against baselines taken in the same run; results go to bench/results/
+	$(RUN)/python -m pip install -q -r bench/requirements.txt
 	PYTHONPATH=tests $(RUN)/python bench/run.py
 
-soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) during real saves
+soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads
 	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults --timeout 3600 -v -rP
 
 mount-helper: setup ## let mount(8) and /etc/fstab find tierfs, as root: links in /sbin
