@@ -288,7 +288,7 @@ class ObjectOperations:
         """Make a step of a checkpoint that other means put at its place. See `tierfs.persist.importing`."""
         importing = Importing(self.registry, self.client)
         manifest, etag = await importing.run(rel, force=force, progress=progress)
-        self.index.cache.save(manifest, etag)
+        self.index.committed(manifest, etag)
         await self.index.refresh()
         return {
             "path": rel,

@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import trio
@@ -141,7 +141,7 @@ class Repair:
         if plan.of("sent again"):
             await self._send_again(plan)
         elif plan.commit_again and plan.manifest is not None:
-            await self._client.put(manifest_key(*record.key), plan.manifest.to_bytes())
+            await self._commit_again(record, plan.manifest)
         if plan.by_file or plan.commit_again:
             self._registry.clear_problems(record.rel)
 
@@ -190,6 +190,14 @@ class Repair:
         return "" if read.text == wanted else f"has the checksum {read.text}, {wanted} was sealed"
 
     # --- mending
+
+    async def _commit_again(self, record: StepRecord, manifest: ObjectManifest) -> None:
+        """Put this node's copy of the commit over the damaged one."""
+        etag = await self._client.put(manifest_key(*record.key), manifest.to_bytes())
+        self._index.committed(manifest, etag)
+        if record.manifest.persisted is not None:
+            record.manifest.persisted = replace(record.manifest.persisted, etag=etag)
+            self._registry.save_or_later(record)
 
     async def _send_again(self, plan: Plan) -> None:
         """The step is withdrawn, and committed again once what is damaged was sent again.
