@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tierfs.steps.names import StepPath
 
 COMPLETES_WITHIN_S = 30.0
+REFUSED_AFTER_S = 3.0
+"""How long to wait for a step of which a note says what it lacks."""
 
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -98,10 +100,11 @@ def _copy_in(
 
 def _wait_complete(target: Target) -> dict[str, Any]:
     """The step, once it is complete or the time is up: some markers are judged in the background."""
-    deadline = time.monotonic() + COMPLETES_WITHIN_S
+    started = time.monotonic()
     while True:
         found: dict[str, Any] = target.request("stat")["step"] or {"state": ""}
-        if found["state"] == "complete" or time.monotonic() > deadline:
+        waited_s = time.monotonic() - started
+        if found["state"] == "complete" or waited_s > (REFUSED_AFTER_S if found.get("note") else COMPLETES_WITHIN_S):
             return found
         time.sleep(0.05)
 
