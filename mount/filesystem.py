@@ -23,25 +23,18 @@ import pyfuse3
 
 from mount import syscalls, xattrs
 from mount.answers import answered
+from mount.attributes import entry_of, statfs_of
 from mount.listings import DOT, DOTDOT, Listings
 from mount.nodes import ROOT, NodeTable
 from mount.open_files import OpenFiles, is_writing
 from mount.replays import Replays
+from mount.stub_files import StubFiles
 
 if TYPE_CHECKING:
     from mount.channel import Channel
+    from tierfs.hydrate.hydration import Hydration
     from tierfs.ram.tier import RamTier
     from tierfs.steps.events import StepTracker
-
-# All changes go through this mount, and what the daemon changes itself it invalidates.
-ENTRY_TIMEOUT_S = 60.0
-ATTR_TIMEOUT_S = 60.0
-# Stores through a shared mapping reach the backing file unseen and move its mtime.
-GROWING_ATTR_TIMEOUT_S = 1.0
-# tmpfs with huge pages says 2 MiB, which Python takes as the size of its buffers; see docs/semantics.md.
-BLOCK_SIZE_BYTES = 64 << 10
-STATFS_BLOCK_BYTES = 4096
-NAME_MAX = 255
 
 
 @answered
@@ -56,6 +49,7 @@ class TierFs(pyfuse3.Operations):
         channel: Channel,
         tracker: StepTracker,
         *,
+        hydration: Hydration | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         super().__init__()
@@ -66,6 +60,7 @@ class TierFs(pyfuse3.Operations):
         self.nodes = NodeTable(tier.path, tier.root)
         self._listings = Listings()
         self._files = OpenFiles(self.nodes, channel, tier, self.log)
+        self._stubs = StubFiles(hydration, self.nodes, self._files, channel, tier, self.log)
         self._replays = Replays(self.nodes, channel)
         tracker.invalidate = self.invalidate
         os.umask(0)
@@ -74,7 +69,7 @@ class TierFs(pyfuse3.Operations):
 
     def resume_open_files(self) -> None:
         """After a takeover, before the first request: attach again what programs have open."""
-        self._files.resume()
+        self._files.resume(self._stubs)
 
     def invalidate(self, directory: str, name: str) -> None:
         """The entry was changed behind the kernel's back. Returns at once; safe inside a request."""
@@ -93,8 +88,8 @@ class TierFs(pyfuse3.Operations):
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         rel = self._rel(parent_inode, name)
-        if rel is not None:
-            self.tracker.before_lookup(rel, ctx.pid)
+        if rel is not None and self.tracker.before_lookup(rel, ctx.pid):
+            await self.tracker.populate(rel)
         _, st = self.nodes.lookup(parent_inode, name)
         return self._entry(st)
 
@@ -104,6 +99,7 @@ class TierFs(pyfuse3.Operations):
                 # Its writer was killed while the daemon was being replaced, so no RELEASE came.
                 self._end_writing(nodeid)
             fd = self.nodes.forget(nodeid, lookups)
+            self._stubs.forgotten(nodeid)
             if fd >= 0:
                 await self._files.close(fd)
 
@@ -137,6 +133,7 @@ class TierFs(pyfuse3.Operations):
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
+        await self.tracker.before_link(self.nodes.path(inode), self._rel(new_parent_inode, new_name), inode)
         try:
             os.link(self.nodes.proc(inode), new_name, dst_dir_fd=self.nodes.fd(new_parent_inode))
         except FileExistsError:
@@ -168,8 +165,8 @@ class TierFs(pyfuse3.Operations):
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         rel = self._rel(parent_inode, name)
-        if rel is not None:
-            self.tracker.before_rmdir(rel)
+        if rel is not None and self.tracker.before_rmdir(rel):
+            await self.tracker.populate(rel)
         victim = self.nodes.losing_name(parent_inode, name)
         try:
             os.rmdir(name, dir_fd=self.nodes.fd(parent_inode))
@@ -226,11 +223,14 @@ class TierFs(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
         if fields.update_size:
+            if attr.st_size:
+                await self._stubs.before_change(inode)
             if fh is None:
                 rel = self.nodes.path(inode)
                 is_kept = rel is None and self._files.links(self.nodes.stat(inode)) > 0  # in an old generation
                 if is_kept or (rel is not None and await self.tracker.before_truncate(rel, ctx.pid)):
                     raise pyfuse3.FUSEError(errno.ESTALE)
+                await self._stubs.empty(inode, rel)
             await self._files.truncate(inode, attr.st_size, privileged=ctx.uid == 0)
         path = self.nodes.proc(inode)
         if fields.update_uid or fields.update_gid:
@@ -244,6 +244,8 @@ class TierFs(pyfuse3.Operations):
                 attr.st_atime_ns if fields.update_atime else None,
                 attr.st_mtime_ns if fields.update_mtime else None,
             )
+            if fields.update_mtime:
+                self._stubs.times_set(inode)
         return self._entry(self.nodes.stat(inode))
 
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
@@ -297,13 +299,19 @@ class TierFs(pyfuse3.Operations):
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         changing = is_writing(flags) or bool(flags & os.O_TRUNC)
+        self._stubs.refuse_replaced(inode)
+        if not changing and self._stubs.open(inode):
+            return pyfuse3.FileInfo(fh=inode)
         rel = self.nodes.path(inode) if changing else None
         if changing and rel is None and self._files.links(self.nodes.stat(inode)):
             # Kept in an old generation, which nothing may change: under its name there is another inode now.
             raise pyfuse3.FUSEError(errno.ESTALE)
+        if changing and not flags & os.O_TRUNC:
+            await self._stubs.before_change(inode)
         if rel is not None and await self.tracker.before_write_open(rel, ctx.pid, truncate=bool(flags & os.O_TRUNC)):
             raise pyfuse3.FUSEError(errno.ESTALE)
         if flags & os.O_TRUNC:
+            await self._stubs.empty(inode, rel)
             await self._files.truncate(inode, 0, privileged=ctx.uid == 0)
             if is_writing(flags) and inode not in self._files.growing:
                 with self._files.backing(inode) as backing:
@@ -326,7 +334,8 @@ class TierFs(pyfuse3.Operations):
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
         """Only where neither the kernel nor the channel reads the backing file itself."""
-        return os.pread(self._attached(fh), size, off)
+        fd = self.channel.fd(fh)
+        return await self._stubs.read(fh, off, size) if fd is None else os.pread(fd, size, off)
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         """Only where neither the kernel nor the channel writes the backing file itself."""
@@ -345,23 +354,18 @@ class TierFs(pyfuse3.Operations):
     async def release(self, fh: int) -> None:
         # Before any checkpoint, so that a rename that follows a close finds the file closed.
         self._end_writing(fh)
+        self._stubs.released(fh)
         await self._files.free(fh)
 
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
-        usage = self.tier.usage()
-        answer = pyfuse3.StatvfsData()
-        answer.f_bsize = BLOCK_SIZE_BYTES
-        answer.f_frsize = STATFS_BLOCK_BYTES
-        answer.f_blocks = usage.size_bytes // STATFS_BLOCK_BYTES
-        answer.f_bfree = answer.f_bavail = usage.free_bytes // STATFS_BLOCK_BYTES
-        answer.f_files = usage.files + usage.files_free
-        answer.f_ffree = answer.f_favail = usage.files_free
-        answer.f_namemax = NAME_MAX
-        return answer
+        return statfs_of(self.tier.usage())
 
     # -- directories
 
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        rel = self.nodes.path(inode)
+        if rel and self.tracker.before_listing(rel):
+            await self.tracker.populate(rel)
         return inode
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
@@ -406,23 +410,14 @@ class TierFs(pyfuse3.Operations):
             return None
 
     def _entry(self, st: os.stat_result) -> pyfuse3.EntryAttributes:
-        entry = pyfuse3.EntryAttributes()
-        nodeid = entry.st_ino = self.nodes.nodeid(st)
-        entry.generation = 0
-        entry.entry_timeout = ENTRY_TIMEOUT_S
-        entry.attr_timeout = GROWING_ATTR_TIMEOUT_S if nodeid in self._files.growing else ATTR_TIMEOUT_S
-        entry.st_mode = st.st_mode
-        entry.st_nlink = self._files.links(st)
-        entry.st_uid = st.st_uid
-        entry.st_gid = st.st_gid
-        entry.st_rdev = st.st_rdev
-        entry.st_size = st.st_size
-        entry.st_blksize = BLOCK_SIZE_BYTES
-        entry.st_blocks = st.st_blocks
-        entry.st_atime_ns = st.st_atime_ns
-        entry.st_mtime_ns = st.st_mtime_ns
-        entry.st_ctime_ns = st.st_ctime_ns
-        return entry
+        nodeid = self.nodes.nodeid(st)
+        return entry_of(
+            st,
+            nodeid,
+            links=self._files.links(st),
+            mtime_ns=self._stubs.mtime_ns(st),
+            is_growing=nodeid in self._files.growing,
+        )
 
     def _born(self, directory: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         """Something new has this name: it gets its owner, the kernel its attributes, the tracker the news."""

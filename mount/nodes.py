@@ -181,6 +181,10 @@ class NodeTable:
         self.fd(st.st_ino)
         return node
 
+    def knows(self, nodeid: int) -> bool:
+        """The kernel may know this node."""
+        return nodeid in self._nodes
+
     def check_name(self, nodeid: int) -> None:
         """The node lost a name: if that was the last, only the descriptor leads to it from now on."""
         node = self._nodes.get(nodeid)

@@ -24,6 +24,7 @@ from mount.nodes import Node, NodeTable
 
 if TYPE_CHECKING:
     from mount.channel import Channel
+    from mount.stub_files import StubFiles
     from tierfs.ram.tier import RamTier
 
 # The kernel frees some 10 GB/s of huge pages: this much takes about 10 ms.
@@ -52,6 +53,8 @@ class OpenFiles:
         self._unlinked = tier.path / "unlinked"
         self._unlinked.mkdir(mode=0o700, exist_ok=True)
         self._kept: set[int] = set()
+        #: Inodes that were opened as stubs: the kernel has no passthrough for them until they are closed.
+        self.direct: set[int] = set()
         for left in self._unlinked.iterdir():
             # Our names are numbers; whatever else somebody put there must not keep a daemon from starting.
             if left.name.isdecimal() and channel.handles(int(left.name)).opens:
@@ -60,9 +63,14 @@ class OpenFiles:
                 with suppress(IsADirectoryError):
                     left.unlink()
 
-    def resume(self) -> None:
-        """After a takeover, before the first request: attach again what programs have open."""
+    def resume(self, stubs: StubFiles) -> None:
+        """After a takeover, before the first request: attach again what programs have open, but stubs."""
         for nodeid, handle, handles in self._channel.open_nodes():
+            if not handle and handles.opens:
+                self.direct.add(nodeid)
+            if stubs.is_stub(nodeid):
+                stubs.resumed(nodeid)
+                continue
             fd = self._reopen(nodeid, handle)
             if fd < 0:
                 self._log.error("a file that a program has open (inode %d) is gone from the RAM tier", nodeid)
@@ -173,7 +181,8 @@ class OpenFiles:
         """`victim` is about to lose a name. If it was the last and the file is open, it must outlive this process."""
         if victim is None or victim.nodeid in self._kept or not self._channel.handles(victim.nodeid).opens:
             return
-        if self._nodes.stat(victim.nodeid).st_nlink == 1 and not self._channel.info().passthrough:
+        is_held = self._channel.info().passthrough and victim.nodeid not in self.direct  # by the kernel itself
+        if not is_held and self._nodes.stat(victim.nodeid).st_nlink == 1:
             # With a directory descriptor it is linkat(2), which follows /proc/self/fd.
             os.link(self._nodes.proc(victim.nodeid), f"unlinked/{victim.nodeid}", dst_dir_fd=self._nodes.mount_fd)
             self._kept.add(victim.nodeid)
@@ -182,6 +191,7 @@ class OpenFiles:
         """Free the room of a file that lost its last name, unless a program has it open."""
         if self._channel.handles(nodeid).opens:
             return
+        self.direct.discard(nodeid)
         if nodeid in self._kept:
             self._kept.discard(nodeid)
             with suppress(OSError):

@@ -95,5 +95,6 @@ _Static_assert(sizeof(struct prune_out) == 16 && sizeof(struct forget_one) == 16
 
 #define ENTRY_OUT_SIZE 128u  /* struct fuse_entry_out, before fuse_open_out in a CREATE reply */
 #define MAX_READAHEAD (2u << 20) /* the mount's own limit, /sys/class/bdi, is what mount.kernel_mount sets */
+#define MAX_BACKGROUND 1024u /* requests that no program waits for, at a time; the kernel's default is 12 */
 #define MAX_WRITE (1u << 20) /* 256 pages: what libfuse and the kernel's default limit allow */
 #endif

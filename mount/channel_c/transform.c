@@ -92,7 +92,7 @@ static void shape_init(unsigned char *b, size_t *n) {
     if (!channel.want_resend) reason_add("resend is turned off by a setting");
     else if (!(offered2 & INIT2_HAS_RESEND)) reason_add("this kernel can't resend requests (Linux 6.9 can)");
     state->resend = channel.want_resend && (offered2 & INIT2_HAS_RESEND);
-    state->allow_mmap = !state->passthrough && (offered2 & INIT2_DIRECT_IO_ALLOW_MMAP);
+    state->allow_mmap = (offered2 & INIT2_DIRECT_IO_ALLOW_MMAP) != 0; /* stubs are mapped, too (Linux 6.6) */
     out.flags |= in.flags & INIT_HANDLE_KILLPRIV_V2;
     if (ext) {
         out.flags |= INIT_EXT;
@@ -102,6 +102,10 @@ static void shape_init(unsigned char *b, size_t *n) {
         }
         if (state->resend) out.flags2 |= INIT2_HAS_RESEND;
         if (state->allow_mmap) out.flags2 |= INIT2_DIRECT_IO_ALLOW_MMAP;
+    }
+    if (out.max_background < MAX_BACKGROUND) { /* RELEASEs must not queue behind reads that wait for a stub's bytes */
+        out.max_background = MAX_BACKGROUND;
+        out.congestion_threshold = MAX_BACKGROUND / 4 * 3;
     }
     if (out.max_readahead < MAX_READAHEAD) out.max_readahead = MAX_READAHEAD; /* libfuse knows the limit at the start */
     if (out.max_write > channel.max_write) { /* pipes and socket pairs without privileges carry less */
@@ -148,7 +152,9 @@ static ssize_t answer_open(const struct request *r, unsigned char *b, size_t n, 
     }
     uint32_t i = row_number(row);
     bool attached = row->backing_id || row_fd(row) >= 0;
-    if (state->passthrough && attached && !row->backing_id && !backing_make(row_fd(row), i + 1, &row->backing_id))
+    /* The kernel does not mix passthrough with handles that are not, and may be mapped: they stay among themselves. */
+    bool is_first = !row->opens;
+    if (state->passthrough && attached && is_first && !row->backing_id && !backing_make(row_fd(row), i + 1, &row->backing_id))
         say("registering a backing file", errno);
     if (state->passthrough && row->backing_id) {
         /* all other flags are refused beside it (FOPEN_PASSTHROUGH_MASK in fs/fuse/iomode.c) */

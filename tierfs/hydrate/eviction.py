@@ -1,8 +1,8 @@
 """Evicting a persisted step: each large file is replaced by a stub, and its old inode freed in the background.
 
 An inode never turns from a file into a stub: the stub is another one, renamed over it, so whoever holds the old one has
-all its bytes. A file that a program has open stays, since its room would not come back. So do small files and markers: they
-cost little, and a step without its marker at hand could not be judged.
+all its bytes. A file that a program has open stays, since its room would not come back. So do small files and markers:
+they cost little, and a step without its marker at hand could not be judged.
 """
 
 from __future__ import annotations

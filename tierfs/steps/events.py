@@ -21,7 +21,19 @@ class StepTracker(Protocol):
     invalidate: Callable[[str, str], None]
     """Set by the file system: call it with (directory, name) when that entry was changed behind the kernel's back."""
 
-    def before_lookup(self, rel: str, pid: int) -> None: ...
+    def before_lookup(self, rel: str, pid: int) -> bool:
+        """True: the entry is in a step whose files have to be made first, by `populate`."""
+        ...
+
+    def before_listing(self, rel: str) -> bool:
+        """The same for the entries of the directory `rel`."""
+        ...
+
+    async def populate(self, rel: str) -> None:
+        """Make what is in the step that the path is of, or in; returns once it is there."""
+        ...
+
+    async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None: ...
 
     async def before_write_open(self, rel: str, pid: int, *, truncate: bool) -> bool:
         """True: the name now has a new inode, so the open is answered with ESTALE and the kernel looks it up again."""
@@ -47,7 +59,9 @@ class StepTracker(Protocol):
 
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None: ...
 
-    def before_rmdir(self, rel: str) -> None: ...
+    def before_rmdir(self, rel: str) -> bool:
+        """True as for `before_listing`."""
+        ...
 
     def after_rmdir(self, rel: str) -> None: ...
 
@@ -70,7 +84,16 @@ class NoSteps:
     def __init__(self) -> None:
         self.invalidate: Callable[[str, str], None] = lambda _directory, _name: None
 
-    def before_lookup(self, rel: str, pid: int) -> None:
+    def before_lookup(self, rel: str, pid: int) -> bool:
+        return False
+
+    def before_listing(self, rel: str) -> bool:
+        return False
+
+    async def populate(self, rel: str) -> None:
+        pass
+
+    async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None:
         pass
 
     async def before_write_open(self, rel: str, pid: int, *, truncate: bool) -> bool:
@@ -100,8 +123,8 @@ class NoSteps:
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None:
         pass
 
-    def before_rmdir(self, rel: str) -> None:
-        pass
+    def before_rmdir(self, rel: str) -> bool:
+        return False
 
     def after_rmdir(self, rel: str) -> None:
         pass

@@ -40,7 +40,10 @@ def begin(registry: StepRegistry, record: StepRecord, pid: int) -> None:
         started_at=time.time(),
         participants=record.participants_with(pid),
         old_directory=str(old_directory.relative_to(registry.tier.path)),
-        old_files={inner: _with_checksum(link, manifest.files.get(inner)) for inner, link in links.items()},
+        old_files={
+            inner: _with_checksum(link, manifest.files.get(inner), is_stub=registry.object_tier.is_stub(link.ino))
+            for inner, link in links.items()
+        },
         removed_only=True,
     )
     record.touch()
@@ -191,7 +194,9 @@ def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:
     registry.update_latest(manifest.namespace)
 
 
-def _with_checksum(link: FileEntry, known: FileEntry | None) -> FileEntry:
+def _with_checksum(link: FileEntry, known: FileEntry | None, *, is_stub: bool) -> FileEntry:
     """The kept inode, with the checksum that is known of it."""
-    checksum = known.checksum if known is not None and known.ino == link.ino else None
-    return FileEntry(link.size_bytes, link.mtime_ns, link.ino, checksum, True)
+    if known is None or known.ino != link.ino:
+        return FileEntry(link.size_bytes, link.mtime_ns, link.ino, None, True)
+    mtime_ns = known.mtime_ns if is_stub else link.mtime_ns  # bringing bytes moves that of the inode
+    return FileEntry(link.size_bytes, mtime_ns, link.ino, known.checksum, True)

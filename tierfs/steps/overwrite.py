@@ -186,7 +186,7 @@ def _make_like(path: Path, scratch: Path, info: os.stat_result) -> _OwnedFile:
         os.fchmod(fd, stat.S_IMODE(info.st_mode))
         with contextlib.suppress(OSError):  # a tmpfs older than Linux 6.6 has no user xattrs
             for name in os.listxattr(path, follow_symlinks=False):
-                if name.startswith("user."):
+                if name.startswith("user.") and not name.startswith("user.tierfs."):  # our own: a stub's mark
                     os.setxattr(fd, name, os.getxattr(path, name, follow_symlinks=False))
     except BaseException:
         os.close(fd)

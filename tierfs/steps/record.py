@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import trio
 
+from tierfs.hydrate.stubs import MarkDamaged, read_mark
 from tierfs.steps import overwrite, participants
 from tierfs.steps.manifest import FileEntry, Manifest
 from tierfs.steps.markers import MarkerRules, is_data_file_name
@@ -213,10 +214,24 @@ class StepRecord:
                 before = known.get(inner)
                 if sealed and before is not None and same_bytes(before, entry):
                     entry = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, before.checksum, True)
+                elif sealed:
+                    # Bringing a stub's bytes moves its inode's time; and a daemon that died may not have noted it.
+                    entry = sealed_stub(self.directory / inner, entry) or entry
                 found[inner] = entry
         except FileNotFoundError:
             pass
         return found
+
+
+def sealed_stub(path: Path, entry: FileEntry) -> FileEntry | None:
+    """What the mark of a stub says of it, as `entry` is of the file as it lies there; None for what is no stub."""
+    try:
+        mark = read_mark(path)
+    except (OSError, MarkDamaged):
+        return None
+    if mark is None or mark.size_bytes != entry.size_bytes:
+        return None
+    return FileEntry(entry.size_bytes, mark.mtime_ns, entry.ino, mark.checksum_text, True)
 
 
 def same_bytes(one: FileEntry, other: FileEntry) -> bool:

@@ -7,7 +7,7 @@ import os
 
 from tierfs.steps import generations
 from tierfs.steps.latest import NAME as LATEST
-from tierfs.steps.manifest import delete_manifest, load_all, remove_unfinished
+from tierfs.steps.manifest import FileEntry, delete_manifest, load_all, remove_unfinished
 from tierfs.steps.names import StepPath
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
@@ -81,6 +81,10 @@ def _recognise(registry: StepRegistry, found: StepRecord, where: StepPath, misse
 
 def _check(registry: StepRegistry, record: StepRecord) -> None:
     manifest = record.manifest
+    if not manifest.populated and manifest.overwrite is None:
+        return  # a step of the object tier: its files are made when somebody looks into it
+    if not manifest.populated:
+        return  # what is there of it was made by an attempt that did not end; the next one goes on with it
     old_directory = registry.old_directory(record)
     if manifest.overwrite is not None and old_directory is not None:
         if old_directory.is_dir():
@@ -100,7 +104,7 @@ def _check(registry: StepRegistry, record: StepRecord) -> None:
     lost = [
         name
         for name, entry in manifest.files.items()
-        if record.is_protected(name, registry.rules) and (name not in here or here[name].ino != entry.ino)
+        if record.is_protected(name, registry.rules) and not _is_still(entry, here.get(name))
     ]
     if not lost:
         # Other files may have come, gone and been replaced since the manifest was saved.
@@ -115,6 +119,13 @@ def _check(registry: StepRegistry, record: StepRecord) -> None:
         manifest.added.clear()
         record.unsaved = True
         log.warning("%s", manifest.note, extra=registry.extra(record))
+
+
+def _is_still(entry: FileEntry, found: FileEntry | None) -> bool:
+    """The file that was known; or a stub of the same bytes, which took its place just before the daemon died."""
+    if found is None or found.size_bytes != entry.size_bytes:
+        return found is not None and found.ino == entry.ino
+    return found.ino == entry.ino or (found.checksum is not None and found.checksum == entry.checksum)
 
 
 def _step_directories(registry: StepRegistry) -> list[str]:

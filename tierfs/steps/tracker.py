@@ -23,8 +23,9 @@ from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
 from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
-from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer
+from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer, sealed_stub
 from tierfs.steps.registry import Key, StepRegistry
+from tierfs.steps.stub_moves import StubMoves
 
 log = logging.getLogger("tierfs.steps")
 
@@ -39,6 +40,7 @@ class Steps:
         self.registry = registry
         self._writing: dict[int, Key] = {}
         self._moves = Moves(registry, self._writing)
+        self._stubs = StubMoves(registry)
         #: A marker that was found good and is about to be renamed into place, and the files it names.
         self._checked: dict[Key, tuple[str, frozenset[str]]] = {}
 
@@ -124,6 +126,8 @@ class Steps:
         except FileNotFoundError:
             return None
         entry = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, None, True)
+        if self.registry.object_tier.is_stub(info.st_ino):
+            entry = sealed_stub(record.directory / inner, entry) or entry
         before = record.manifest.files.get(inner)
         record.manifest.files[inner] = entry
         if record.is_complete:
@@ -132,7 +136,8 @@ class Steps:
             record.manifest.bytes += entry.size_bytes - (before.size_bytes if before is not None else 0)
             self.registry.object_tier.changed(record)
         record.touch()
-        self.registry.checksum_soon(record, {inner})
+        if entry.checksum is None:
+            self.registry.checksum_soon(record, {inner})
         self.registry.judge_soon(record)
         return entry
 
@@ -149,11 +154,18 @@ class Steps:
 
     # --- changes that a complete step must survive
 
-    def before_lookup(self, rel: str, pid: int) -> None:
+    def before_lookup(self, rel: str, pid: int) -> bool:
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
-        if where is None or record is None or self.registry.rules.match(where.inner) is None:
-            return
+        if where is None or record is None:
+            return False
+        if not record.manifest.populated and where.inner:
+            return True
+        if self.registry.rules.match(where.inner) is not None:
+            self._looked_for_marker(record, pid)
+        return False
+
+    def _looked_for_marker(self, record: StepRecord, pid: int) -> None:
         current = record.manifest.overwrite
         if current is None:
             record.looked_for_marker(pid)
@@ -163,6 +175,20 @@ class Steps:
                 generations.give_up(self.registry, record, "every process that wrote is gone")
             except OSError as error:  # the marker stays out of sight, and the upkeep tries again
                 log.error("the old generation can't be put back: %s", error, extra=self.registry.extra(record))
+
+    def before_listing(self, rel: str) -> bool:
+        where = self.registry.names.locate(rel)
+        record = self.registry.at(where) if where is not None else None
+        return record is not None and not record.manifest.populated
+
+    async def populate(self, rel: str) -> None:
+        where = self.registry.names.locate(rel)
+        record = self.registry.at(where) if where is not None else None
+        if record is not None:
+            await self.registry.object_tier.populate(record)
+
+    async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None:
+        await self._stubs.before_link(old, new, nodeid)
 
     async def before_write_open(self, rel: str, pid: int, *, truncate: bool) -> bool:
         where = self.registry.names.locate(rel)
@@ -197,6 +223,7 @@ class Steps:
         self.registry.judge_soon(record)
 
     async def before_rename(self, old: str, new: str, flags: int, pid: int) -> None:
+        await self._stubs.before_rename(old, new, exchange=bool(flags & RENAME_EXCHANGE))
         source, target = self.registry.names.locate(old), self.registry.names.locate(new)
         record = self.registry.at(target) if target is not None and target.inner else None
         if record is not None and target is not None and source is not None and source.step_rel == target.step_rel:
@@ -244,9 +271,10 @@ class Steps:
         else:
             self.registry.judge_soon(record)
 
-    def before_rmdir(self, rel: str) -> None:
+    def before_rmdir(self, rel: str) -> bool:
         if self.registry.latest.clear_for_rmdir(rel):
             self.registry.invalidate(rel, LATEST)
+        return self.before_listing(rel)
 
     def after_rmdir(self, rel: str) -> None:
         where = self.registry.names.locate(rel)
@@ -280,7 +308,7 @@ class Steps:
         return where is not None and where.inner != "" and PurePosixPath(rel).suffix in SHARD_SUFFIXES
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]:
-        values = {"user.tierfs.tier": b"ram"}
+        values = {"user.tierfs.tier": b"object" if self.registry.object_tier.is_stub(st.st_ino) else b"ram"}
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
         if where is None or record is None:

@@ -260,6 +260,8 @@ class Upkeep:
         entry = record.manifest.files.get(inner)
         if entry is None or not entry.sealed or entry.checksum is not None:
             return
+        if self.registry.object_tier.is_stub(entry.ino):
+            return  # its mark has the checksum, and its holes are no data
         path = record.directory / inner
         try:
             summed = await trio.to_thread.run_sync(
