@@ -12,6 +12,18 @@ from pathlib import Path
 
 from tierfs.errors import SettingsError
 
+OBJECT_POINTS = (
+    "persist:withdrawn",  # the committed manifest of an older generation is deleted, its objects still lie there
+    "persist:file-sent",  # a file is an object, others may not be yet
+    "persist:gates-sent",  # so are the markers, no node file says so yet
+    "persist:node-file",  # the node file says so, nothing is checked yet
+    "persist:listed",  # the listing matched, what was left over is still there
+    "persist:committed",  # the object tier has the manifest, this node does not know yet
+    "persist:recorded",  # this node knows, its journal still lies there
+    "delete:manifest",  # the manifest of a step to be deleted is gone, its data is not
+    "delete:data",  # so is the data, the node files are not
+)
+
 POINTS = (
     "overwrite:set-aside",  # the old generation is linked, no manifest names it yet
     "overwrite:recorded",  # the manifest names it, nothing is changed yet
@@ -23,6 +35,7 @@ POINTS = (
     "commit:saved",  # the manifest says so, the old generation still lies there
     "put-back:begun",  # an overwrite is being given up
     "put-back:done",  # the old files are back, no manifest says so yet
+    *OBJECT_POINTS,
 )
 
 

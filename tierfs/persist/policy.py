@@ -1,7 +1,7 @@
 """Which complete steps are owed to the object tier.
 
-`every` counts the complete steps of a namespace since the last owed one; the count lies in the RAM tier, so that it goes
-on after a crash, and begins anew with the RAM tier.
+`every` counts the complete steps of a namespace since the last owed one. The count lies in the RAM tier: it goes on
+after a crash, and begins anew with the RAM tier.
 """
 
 from __future__ import annotations

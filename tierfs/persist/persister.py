@@ -1,0 +1,491 @@
+"""Sends the steps that are owed to the object tier: oldest first, those asked for ahead, each until it is there.
+
+What fails is put off and tried again, and says why; nothing here is in the way of a save in RAM.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from tierfs.errors import (
+    ChecksumMismatch,
+    ObjectDenied,
+    ObjectStoreFull,
+    ObjectStoreMissing,
+    ObjectThrottled,
+    ObjectUnavailable,
+    PathRefused,
+    TierfsError,
+)
+from tierfs.objects.client import ObjectClient
+from tierfs.persist.committing import YIELD_S, Committed, OlderThanCommitted, StepCommit, Yielding
+from tierfs.persist.deletions import Deletions
+from tierfs.persist.index import ObjectIndex
+from tierfs.persist.local_step import LocalStep, Superseded
+from tierfs.persist.object_retention import StoredFacts, choose_deletions
+from tierfs.persist.policy import Policy
+from tierfs.persist.sweeping import Sweeper
+from tierfs.steps.manifest import Persisted
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import Key, StepRegistry
+from tierfs.units import format_duration, format_rate, format_size
+
+log = logging.getLogger("tierfs.persist")
+
+#: Steps whose files are in flight at a time. They are committed in the order in which they began.
+STEPS_AT_ONCE = 2
+#: After a failure: doubled up to the second figure, with up to half as much again at random.
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+#: Another node is at the same step, or the step changed: look again soon.
+LOOK_AGAIN_S = 1.0
+#: What nobody tells of (a program closes its last file) is looked at so often.
+TICK_S = 1.0
+#: These concern the whole store: `problems` tells of them once, not once a step.
+GENERAL = (ObjectDenied, ObjectStoreMissing, ObjectStoreFull, ObjectUnavailable, ObjectThrottled)
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    """`state` is owed, sending, or waiting (to be tried again at `next_try_at`, Unix seconds, because of `error`)."""
+
+    state: str
+    bytes_sent: int
+    bytes_total: int
+    error: str = ""
+    next_try_at: float = 0.0
+
+
+@dataclass
+class _Failure:
+    message: str = ""
+    is_general: bool = False
+    severity: str = "warning"
+    attempts: int = 0
+    next_try: float = 0.0
+    next_try_at: float = 0.0
+    failed_at: float = 0.0
+
+
+@dataclass
+class _Run:
+    """A step that is being sent."""
+
+    key: Key
+    record: StepRecord
+    commit: StepCommit
+    before: list[trio.Event]
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    finished: trio.Event = field(default_factory=trio.Event)
+
+
+class Persister:
+    """See the module. `hydrate` and `is_stub` are of inodes."""
+
+    def __init__(
+        self,
+        registry: StepRegistry,
+        client: ObjectClient,
+        index: ObjectIndex,
+        deletions: Deletions,
+        *,
+        node: str,
+        hydrate: Callable[[int], Awaitable[None]],
+        is_stub: Callable[[int], bool],
+    ) -> None:
+        self.registry = registry
+        self.client = client
+        self.index = index
+        self.deletions = deletions
+        self.deletions.told = self._deleted
+        self.policy = Policy(registry)
+        self.sweeper = Sweeper(registry, client, deletions, node=node, is_busy=self._is_busy)
+        self._node = node
+        self._hydrate = hydrate
+        self._is_stub = is_stub
+        self._runs: dict[Key, _Run] = {}
+        self._failures: dict[Key, _Failure] = {}
+        self._yielding_until: dict[Key, float] = {}
+        #: Old names of steps that were renamed while part of them was only there.
+        self._delete_after: dict[Key, Key] = {}
+        self._conditional_put: bool | None = None
+        self._draining = 0
+        self._wake = trio.Event()
+        self._news = trio.Event()
+
+    # --- told by steps
+
+    def completed(self, record: StepRecord) -> None:
+        """The step, or a new generation of it, is complete; whoever says so saves its manifest."""
+        manifest = record.manifest
+        if manifest.persisted is None:
+            # Saved anew under a name that the object tier knows: what is newer has the higher generation.
+            manifest.generation = max(manifest.generation, self.index.generation_there(record.key) + 1)
+        why = self.policy.why_owed(record)
+        manifest.owed = (manifest.owed or why) if why else ""
+        self._failures.pop(record.key, None)
+        self._look_again()
+
+    def changed(self, record: StepRecord) -> None:
+        """Files were added to a complete step, or small ones changed."""
+        manifest = record.manifest
+        if manifest.owed or manifest.persisted is None or self._policy_of(record) == "none":
+            return
+        manifest.owed = "policy"
+        record.unsaved = True
+        self._look_again()
+
+    def removed(self, record: StepRecord) -> None:
+        """The step is gone from the tree by somebody's wish: so it goes from the object tier, unless protected."""
+        self._leaves(record.key, record, "removed")
+
+    def moved(self, namespace: str, step: str, record: StepRecord | None) -> None:
+        """The step has another name now, or is none."""
+        key = (namespace, step)
+        if record is None:
+            self._leaves(key, None, "moved")
+            return
+        manifest = record.manifest
+        was_there = manifest.persisted is not None or bool(manifest.owed)
+        holds_stubs = not manifest.populated or any(self._is_stub(entry.ino) for entry in manifest.files.values())
+        manifest.persisted = None
+        if not record.is_complete or self._policy_of(record) == "none":
+            manifest.owed = ""
+        elif was_there:
+            manifest.owed = manifest.owed or "policy"
+        else:
+            manifest.owed = self.policy.why_owed(record)
+        record.unsaved = True
+        self.registry.save_or_later(record)
+        if holds_stubs:
+            self._delete_after[record.key] = key  # its bytes are only there until the step is under its new name
+        elif was_there or self.index.generation_there(key):
+            self._leaves(key, record, "moved")
+        self._look_again()
+
+    def _leaves(self, key: Key, record: StepRecord | None, why: str) -> None:
+        run = self._runs.get(key)
+        if run is not None:
+            run.scope.cancel()
+        self._failures.pop(key, None)
+        there = self.index.generation_there(key) > 0
+        known = record is not None and (record.manifest.persisted is not None or bool(record.manifest.owed))
+        if self.registry.settings.for_namespace(key[0]).persist.protected:
+            return
+        if run is not None or there or known or why == "moved":
+            marker = record.manifest.marker if record is not None else None
+            self.deletions.owe(key, why, marker=marker, after=run.finished if run is not None else None)
+        self._look_again()
+
+    # --- asked
+
+    def owe(self, record: StepRecord, why: str) -> None:
+        """The step is to be persisted (`demand`: soon, ahead of others). No effect where it is, or is not complete."""
+        if record.is_persisted or not record.is_complete:
+            return
+        record.manifest.owed = "demand" if why == "demand" else record.manifest.owed or why
+        self._failures.pop(record.key, None)
+        self.registry.save_or_later(record)
+        self._look_again()
+
+    async def wait_persisted(self, record: StepRecord) -> None:
+        """Until the step, as it is now, is committed there; or was removed or written again, or nobody owes it."""
+        key, generation = record.key, record.manifest.generation
+        while not record.is_persisted:
+            if (
+                self.registry.records.get(key) is not record
+                or not record.is_complete
+                or record.manifest.generation != generation
+                or not record.manifest.owed
+            ):
+                return
+            news = self._news
+            with trio.move_on_after(TICK_S):  # the step may be overwritten, of which nobody tells
+                await news.wait()
+
+    def progress(self, record: StepRecord) -> StepProgress | None:
+        """How far the sending of an owed step is; None where it is not owed."""
+        if not record.manifest.owed or not record.is_complete:
+            return None
+        total = record.manifest.bytes
+        run = self._runs.get(record.key)
+        if run is not None:
+            return StepProgress("sending", min(run.commit.bytes_done, total), total)
+        failure = self._failures.get(record.key)
+        if failure is not None and failure.message:
+            return StepProgress("waiting", 0, total, failure.message, failure.next_try_at)
+        return StepProgress("owed", 0, total)
+
+    def owed_records(self) -> list[StepRecord]:
+        """In the order in which they go."""
+        found = [record for record in self.registry.records.values() if record.manifest.owed and record.is_complete]
+        return sorted(found, key=self._order)
+
+    def bytes_owed(self) -> int:
+        return sum(record.manifest.bytes for record in self.owed_records())
+
+    async def drain(self) -> None:
+        """Until nothing is owed, steps and deletions. Steps do not wait to settle meanwhile."""
+        self._draining += 1
+        self._look_again()
+        try:
+            while self.owed_records() or self.deletions.owed():
+                news = self._news
+                with trio.move_on_after(TICK_S):
+                    await news.wait()
+        finally:
+            self._draining -= 1
+
+    def problems(self) -> list[dict[str, str]]:
+        """For `status`: what keeps owed steps from the object tier, what concerns all of them in one line."""
+        found = self.deletions.problems()
+        failed = {key: failure for key, failure in self._failures.items() if failure.message}
+        general = [failure for failure in failed.values() if failure.is_general]
+        if general:
+            next_s = max(0.0, min(failure.next_try for failure in general) - time.monotonic())
+            message = f"{len(general)} steps wait for the object tier: {general[0].message}"
+            message += f"; tried again in {format_duration(next_s)}"
+            found.append({"severity": "warning", "message": message, "path": ""})
+        for key, failure in failed.items():
+            if not failure.is_general:
+                found.append({"severity": failure.severity, "message": failure.message, "path": "/".join(key)})
+        if self._conditional_put is False:
+            message = "the object tier ignores conditional writes: only one node may persist to it"
+            found.append({"severity": "warning", "message": message, "path": ""})
+        return found
+
+    # --- running
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Send what is owed and delete what is to go, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.deletions.run)
+            nursery.start_soon(self.sweeper.run)
+            task_status.started()
+            while True:
+                wake = self._wake = trio.Event()
+                wait_s = self._start_due(nursery)
+                with trio.move_on_after(wait_s):
+                    await wake.wait()
+
+    def _start_due(self, nursery: trio.Nursery) -> float:
+        """Begin what may begin; returns in how many seconds to look again at the latest."""
+        wait_s = float("inf")
+        for record in self.owed_records():
+            if record.key in self._runs:
+                continue
+            if len(self._runs) >= STEPS_AT_ONCE:
+                break
+            due_s = self._due_in_s(record)
+            if due_s > 0:
+                wait_s = min(wait_s, due_s)
+                continue
+            local = LocalStep(self.registry, record, hydrate=self._hydrate, is_stub=self._is_stub)
+            commit = StepCommit(
+                self.registry,
+                self.client,
+                local,
+                self._node,
+                conditional_put=self._conditional_put is not False,
+                yield_until=self._yielding_until.setdefault(record.key, time.monotonic() + YIELD_S),
+            )
+            run = _Run(record.key, record, commit, [other.finished for other in self._runs.values()])
+            self._runs[record.key] = run
+            nursery.start_soon(self._run, run)
+        return wait_s
+
+    def _due_in_s(self, record: StepRecord) -> float:
+        if self.deletions.is_owed(record.key):
+            return TICK_S
+        if record.writers or record.lock.locked() or any(not entry.sealed for entry in record.manifest.files.values()):
+            return TICK_S
+        failure = self._failures.get(record.key)
+        pause_s = failure.next_try - time.monotonic() if failure is not None else 0.0
+        settings = self.registry.settings.for_namespace(record.manifest.namespace)
+        if self._draining or record.manifest.owed == "demand" or settings.durability.commit == "object":
+            return pause_s
+        return max(pause_s, settings.persist.settle_s - record.idle_s)
+
+    def _order(self, record: StepRecord) -> tuple[bool, float, float, Key]:
+        """Those asked for first; what failed after what did not, the one that failed longest ago first."""
+        failure = self._failures.get(record.key)
+        failed_at = failure.failed_at if failure is not None else 0.0
+        return record.manifest.owed != "demand", failed_at, record.manifest.completed_at or 0.0, record.key
+
+    async def _run(self, run: _Run) -> None:
+        record, key = run.record, run.key
+        began = time.monotonic()
+
+        async def my_turn() -> None:
+            for earlier in run.before:
+                await earlier.wait()
+
+        try:
+            with run.scope:
+                await self._probe_once(run.commit)
+                committed = await run.commit.run(my_turn)
+                self._yielding_until.pop(key, None)
+                self._record(run, committed, time.monotonic() - began)
+        except Superseded:
+            self._fail(key, "", LOOK_AGAIN_S)
+        except Yielding as error:
+            log.info("%s", error.message, extra=self._extra(key))
+            self._fail(key, "", LOOK_AGAIN_S * random.uniform(1.0, 3.0))
+        except OlderThanCommitted as error:
+            self._give_up(record, error.message)
+        except (PathRefused, ChecksumMismatch) as error:
+            self._fail(key, error.message, LONGEST_PAUSE_S, severity="error")
+        except TierfsError as error:
+            self._fail(key, error.message, None, is_general=isinstance(error, GENERAL))
+        except Exception as error:
+            log.exception("persisting a step failed; tried again later", extra=self._extra(key))
+            self._fail(key, f"persisting failed: {error}", None)
+        finally:
+            self._runs.pop(key, None)
+            run.finished.set()
+            self._look_again()
+
+    async def _probe_once(self, commit: StepCommit) -> None:
+        """Before the first commit: what the endpoint can do."""
+        if self._conditional_put is None:
+            found = await self.client.probe()
+            self._conditional_put = found.conditional_put
+            for note in found.notes:
+                log.warning("%s", note, extra={"tier": "object"})
+        commit.conditional_put = self._conditional_put
+
+    def _record(self, run: _Run, committed: Committed, took_s: float) -> None:
+        record, manifest = run.record, run.record.manifest
+        self.index.committed(committed.manifest, committed.etag)
+        if self.registry.records.get(run.key) is not record:
+            return  # it was removed or renamed just now, and its deletion is owed
+        self._failures.pop(record.key, None)
+        manifest.persisted = Persisted(
+            generation=run.commit.local.generation,
+            etag=committed.etag,
+            at=time.time(),
+            bytes=committed.manifest.size_bytes,
+            files=len(committed.manifest.files),
+        )
+        if run.commit.local.is_current():
+            manifest.owed = ""
+        self.registry.save_or_later(record)
+        self.registry.crash("persist:recorded")
+        run.commit.forget_journal()
+        size, sent = committed.manifest.size_bytes, committed.sent_bytes
+        took = f" in {format_duration(took_s)} ({format_rate(sent, took_s)})" if sent else ""
+        self.registry.lines.write(
+            manifest.namespace,
+            f"persisted: {len(committed.manifest.files)} files, {format_size(size)}, {format_size(sent)} sent{took}",
+            step=manifest.number,
+        )
+        log.info("step is persisted", extra=self._extra(record.key))
+        old = self._delete_after.pop(record.key, None)
+        if old is not None:
+            self._leaves(old, None, "moved")
+        self.delete_surplus(manifest.namespace)
+        self.registry.make_room(0)
+
+    def _fail(
+        self, key: Key, message: str, pause_s: float | None, *, severity: str = "warning", is_general: bool = False
+    ) -> None:
+        """Put a step off: for `pause_s`, or with growing pauses."""
+        failure = self._failures.setdefault(key, _Failure())
+        if pause_s is None:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failure.attempts, 16)) * random.uniform(1.0, 1.5)
+            failure.attempts += 1
+        failure.message, failure.severity, failure.is_general = message, severity, is_general
+        failure.next_try, failure.next_try_at = time.monotonic() + pause_s, time.time() + pause_s
+        if message:
+            failure.failed_at = time.monotonic()
+            log.log(
+                logging.ERROR if severity == "error" else logging.WARNING,
+                "not persisted yet, tried again in %s: %s",
+                format_duration(pause_s),
+                message,
+                extra=self._extra(key),
+            )
+
+    def _give_up(self, record: StepRecord, message: str) -> None:
+        """The object tier has what is newer: nobody owes it this."""
+        record.manifest.owed = ""
+        record.manifest.persisted = None
+        self.registry.save_or_later(record)
+        self.registry.problem("warning", message, record.rel)
+        log.warning("%s", message, extra=self._extra(record.key))
+
+    # --- retention
+
+    def delete_surplus(self, namespace: str) -> None:
+        """Let retention delete from the object tier what newer steps made superfluous."""
+        records = {
+            record.key[1]: record
+            for record in self.registry.of_namespace(namespace)
+            if record.manifest.persisted is not None and not self.deletions.is_owed(record.key)
+        }
+        facts = [
+            StoredFacts(
+                step=step,
+                number=record.manifest.number,
+                completed_at=record.manifest.completed_at or 0.0,
+                may_go=record.is_persisted and not record.manifest.pinned and not self._is_used_there(record),
+            )
+            for step, record in records.items()
+        ]
+        for fact in choose_deletions(facts, self.registry.settings.for_namespace(namespace).retention):
+            record = records[fact.step]
+            self.deletions.owe(record.key, "retention", marker=record.manifest.marker)
+            self._lose(record)
+
+    def _is_used_there(self, record: StepRecord) -> bool:
+        """A program has a file open whose bytes are only in the object tier."""
+        return self._has_stubs(record) and self.registry.handles_in(record) > 0
+
+    def _has_stubs(self, record: StepRecord) -> bool:
+        manifest = record.manifest
+        return not manifest.populated or any(self._is_stub(entry.ino) for entry in manifest.files.values())
+
+    def _lose(self, record: StepRecord) -> None:
+        """The step's copy in the object tier is about to go: what is not whole in RAM goes from the tree."""
+        if self._has_stubs(record):
+            self.registry.remove(record)
+            return
+        record.manifest.persisted = None
+        self.registry.save_or_later(record)
+
+    def _deleted(self, key: Key, why: str) -> None:
+        """A step is gone from the object tier; after a crash the record may not say so yet."""
+        self.index.forget(key)
+        record = self.registry.records.get(key)
+        if (
+            record is not None
+            and why == "retention"
+            and record.manifest.persisted is not None
+            and not self._runs.get(key)
+        ):
+            self._lose(record)
+        self._look_again()
+
+    # --- parts of the above
+
+    def _is_busy(self, key: Key) -> bool:
+        """The step's objects are this node's business now, not the sweeper's."""
+        record = self.registry.records.get(key)
+        return key in self._runs or (record is not None and bool(record.manifest.owed))
+
+    def _policy_of(self, record: StepRecord) -> str:
+        return self.registry.settings.for_namespace(record.manifest.namespace).persist.policy
+
+    def _look_again(self) -> None:
+        self._wake.set()
+        news, self._news = self._news, trio.Event()
+        news.set()
+
+    def _extra(self, key: Key) -> dict[str, str]:
+        return {"namespace": key[0], "step": key[1], "tier": "object"}

@@ -1,0 +1,104 @@
+"""One step as the object tier has it at a moment: its objects, its manifest if it is committed, and its node files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from tierfs.errors import ObjectCorrupt, ObjectMissing
+from tierfs.objects.client import ObjectClient
+from tierfs.objects.store import ObjectInfo
+from tierfs.persist.layout import MANIFEST, inner_of, manifest_key, node_key, node_of, step_prefix
+from tierfs.persist.object_manifest import (
+    MAX_BYTES,
+    NodeFile,
+    ObjectManifest,
+    SentObject,
+    read_manifest,
+    read_node_file,
+)
+from tierfs.persist.reporting import all_of
+from tierfs.steps.names import StepNames
+
+log = logging.getLogger("tierfs.persist")
+
+#: Small files that are fetched side by side.
+AT_ONCE = 8
+
+
+@dataclass
+class StoredStep:
+    """`objects` by the path inside the step, without what belongs to steps whose names begin alike. `manifest` is None
+    where none is there or it is not sound (`has_manifest` tells). Node files that are not sound are left out."""
+
+    objects: Mapping[str, ObjectInfo]
+    manifest: ObjectManifest | None = None
+    nodes: dict[str, NodeFile] = field(default_factory=dict)
+
+    @property
+    def has_manifest(self) -> bool:
+        return MANIFEST in self.objects
+
+    @property
+    def manifest_etag(self) -> str:
+        return self.objects[MANIFEST].etag
+
+    def node_info(self, node: str) -> ObjectInfo | None:
+        return next((info for inner, info in self.objects.items() if node_of(inner) == node), None)
+
+    def holds(self, inner: str, size_bytes: int, etag: str) -> bool:
+        """There is an object of this size and with this ETag."""
+        info = self.objects.get(inner)
+        return info is not None and (info.size_bytes, info.etag) == (size_bytes, etag)
+
+    def holds_all_of(self, manifest: ObjectManifest) -> bool:
+        """Each file that the manifest names is there in its size. A listing tells no more without node files."""
+        return all(
+            (info := self.objects.get(inner)) is not None and info.size_bytes == file.size_bytes
+            for inner, file in manifest.files.items()
+        )
+
+    def known(self, inner: str) -> list[SentObject]:
+        """What nodes say they sent under this name, as far as it is what lies there."""
+        found = [sent for node_file in self.nodes.values() if (sent := node_file.objects.get(inner)) is not None]
+        return [sent for sent in found if self.holds(inner, sent.file.size_bytes, sent.etag)]
+
+
+async def look(client: ObjectClient, names: StepNames, namespace: str, step: str, *, read: bool = True) -> StoredStep:
+    """List the step's objects, and with `read` fetch its manifest and node files. ObjectError."""
+    listing = await client.list_all(step_prefix(namespace, step))
+    objects = {
+        inner: info for info in listing.objects if (inner := inner_of(names, namespace, step, info.key)) is not None
+    }
+    stored = StoredStep(objects)
+    if read:
+        jobs = [
+            partial(_read_node_file, client, stored, namespace, step, node)
+            for node in filter(None, map(node_of, objects))
+        ]
+        if stored.has_manifest:
+            jobs.append(partial(_read_manifest, client, stored, namespace, step))
+        await all_of(jobs, at_once=AT_ONCE)
+    return stored
+
+
+async def _read_manifest(client: ObjectClient, stored: StoredStep, namespace: str, step: str) -> None:
+    try:
+        data, _ = await client.get(manifest_key(namespace, step), most_bytes=MAX_BYTES)
+        stored.manifest = read_manifest(data, namespace, step)
+    except ObjectMissing:
+        stored.objects = {inner: info for inner, info in stored.objects.items() if inner != MANIFEST}
+    except ObjectCorrupt as error:
+        log.warning("%s", error.message, extra={"namespace": namespace, "step": step, "tier": "object"})
+
+
+async def _read_node_file(client: ObjectClient, stored: StoredStep, namespace: str, step: str, node: str) -> None:
+    try:
+        data, _ = await client.get(node_key(namespace, step, node), most_bytes=MAX_BYTES)
+        stored.nodes[node] = read_node_file(data, namespace, step)
+    except ObjectMissing:
+        pass
+    except ObjectCorrupt as error:
+        log.warning("%s", error.message, extra={"namespace": namespace, "step": step, "tier": "object"})
