@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from objects.targets import BUCKET, FILE, MINISTACK, SEAWEEDFS, Target, use_environment
 from rig.s3_servers import S3Server, ministack_server, seaweedfs_server
 from tierfs.objects.opening import StoreSettings, open_store
-from tierfs.objects.store import ObjectStore
 from tierfs.settings import S3Settings
 
 __all__ = ["ministack_server", "seaweedfs_server"]
-
-BUCKET = "contract"
-FILE, SEAWEEDFS, MINISTACK = "file", "seaweedfs", "ministack"
-
-
-@dataclass
-class Target:
-    """A store that is empty, and what it is on."""
-
-    kind: str
-    store: ObjectStore
-    settings: StoreSettings
-    root: Path | None = None
-    server: S3Server | None = None
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +61,3 @@ def _opened(
 
 def _target(kind: str, settings: StoreSettings, *, root: Path | None = None, server: S3Server | None = None) -> Target:
     return Target(kind, open_store(settings), settings, root, server)
-
-
-def use_environment(server: S3Server, monkeypatch: pytest.MonkeyPatch, *, read_only: bool = False) -> None:
-    for name, value in server.environment(read_only=read_only).items():
-        monkeypatch.setenv(name, value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import random
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,8 @@ from pathlib import Path
 import pytest
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
-from objects.conftest import BUCKET, FILE, MINISTACK, SEAWEEDFS, Target, use_environment
+from objects.targets import BUCKET, FILE, MINISTACK, SEAWEEDFS, Target, use_environment
+from objects.transfers import Freely, StoppedAfter, get, keys_of, list_all, noise, put, put_part
 from tierfs.errors import (
     ObjectCorrupt,
     ObjectDenied,
@@ -25,7 +24,7 @@ from tierfs.errors import (
     UploadMissing,
 )
 from tierfs.objects.opening import open_store
-from tierfs.objects.store import MIB, ObjectInfo, ObjectStore, SentPart, TransferStopped
+from tierfs.objects.store import MIB, TransferStopped
 
 ODD_KEYS = [
     "run 1/step_5/a+b=c%20d.pt",
@@ -35,62 +34,6 @@ ODD_KEYS = [
     "run/step_5/%41%2F",
 ]
 PART = 5 * MIB
-
-
-class Freely:
-    """A flow that only counts."""
-
-    def __init__(self) -> None:
-        self.passed = 0
-
-    def passing(self, size_bytes: int) -> None:
-        self.passed += size_bytes
-
-
-class StoppedAfter(Freely):
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__()
-        self.limit = size_bytes
-
-    def passing(self, size_bytes: int) -> None:
-        super().passing(size_bytes)
-        if self.passed > self.limit:
-            raise TransferStopped
-
-
-def put(store: ObjectStore, key: str, data: bytes, *, only_if_absent: bool = False) -> str:
-    return store.put(key, memoryview(data), crc64nvme(data), Freely(), only_if_absent=only_if_absent)
-
-
-def get(store: ObjectStore, key: str) -> bytes:
-    return store.get(key, 64 * MIB)[0]
-
-
-def put_part(store: ObjectStore, key: str, upload_id: str, number: int, data: bytes) -> SentPart:
-    checksum = crc64nvme(data)
-    etag = store.put_part(key, upload_id, number, memoryview(data), checksum, Freely())
-    return SentPart(number, len(data), etag, checksum)
-
-
-def list_all(store: ObjectStore, prefix: str, *, delimiter: str = "") -> tuple[list[ObjectInfo], list[str]]:
-    objects: list[ObjectInfo] = []
-    prefixes: list[str] = []
-    more = ""
-    while True:
-        page = store.list_page(prefix, delimiter=delimiter, more=more)
-        objects += page.objects
-        prefixes += page.prefixes
-        more = page.more
-        if not more:
-            return objects, prefixes
-
-
-def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
-    return [each.key for each in list_all(store, prefix)[0]]
-
-
-def noise(size_bytes: int) -> bytes:
-    return random.randbytes(size_bytes)
 
 
 def test_an_object_comes_back_with_the_etag_it_was_written_with(target: Target) -> None:
@@ -377,8 +320,6 @@ def test_who_may_only_read_is_told_so(on_seaweedfs: Target, monkeypatch: pytest.
 
 
 def test_a_server_that_was_killed_has_what_it_answered_for(on_seaweedfs: Target) -> None:
-    if os.environ.get("TIERFS_TEST_RESTARTS") != "1":
-        pytest.skip("SeaweedFS needs 20 s to start again; TIERFS_TEST_RESTARTS=1 runs it")
     assert on_seaweedfs.server
     upload_id = on_seaweedfs.store.start_upload("up")
     data = noise(PART)

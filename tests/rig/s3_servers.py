@@ -28,8 +28,8 @@ from typing import IO, Any
 import pytest
 
 _BIN = Path(sys.executable).parent
-#: Started again after a kill, SeaweedFS needs about 18 s.
 _START_S = 60.0
+_READY_BUCKET = "rig-ready"
 #: SeaweedFS listens at each port and, for gRPC, at the one 10,000 above it. Below Linux's ephemeral ports (32768).
 _PORTS = range(12_000, 20_000)
 _SEAWEEDFS_PORTS = 4
@@ -74,7 +74,7 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def client(self) -> Any:
+    def client(self, *, attempts: int = 5) -> Any:
         """A boto3 client, to look at the server past tierfs."""
         import boto3
         from botocore.config import Config
@@ -85,7 +85,7 @@ class S3Server:
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
             region_name="us-east-1",
-            config=Config(s3={"addressing_style": "path"}, retries={"mode": "standard", "max_attempts": 5}),
+            config=Config(s3={"addressing_style": "path"}, retries={"mode": "standard", "max_attempts": attempts}),
         )
 
     def make_bucket(self, name: str) -> None:
@@ -134,9 +134,26 @@ class S3Server:
     def _is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(self.endpoint_url + self.ready_path, timeout=2) as answer:
-                return bool(answer.status == 200)
+                if answer.status != 200:
+                    return False
         except (urllib.error.URLError, OSError):
             return False
+        return self._stores_objects()
+
+    def _stores_objects(self) -> bool:
+        """A gateway may answer before what it stores objects on does."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = self.client(attempts=1)
+        try:
+            with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+                client.create_bucket(Bucket=_READY_BUCKET)
+            client.put_object(Bucket=_READY_BUCKET, Key="ready", Body=b"ready")
+            return bool(client.get_object(Bucket=_READY_BUCKET, Key="ready")["Body"].read() == b"ready")
+        except (BotoCoreError, ClientError):
+            return False
+        finally:
+            client.close()
 
 
 @contextlib.contextmanager
@@ -169,7 +186,7 @@ def seaweedfs() -> Iterator[S3Server]:
                 str(_BIN / "weed"),
                 *["-logtostderr", "server", "-dir=data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3.config=s3.json"],
                 *f"-master.port={master} -volume.port={volume} -filer -filer.port={filer} -s3 -s3.port={s3}".split(),
-                *["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"],
+                *["-master.electionTimeout=1s", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"],
                 *["-master.volumeSizeLimitMB=1024", "-volume.max=100"],
             ],
             ready_path="/status",
