@@ -74,3 +74,23 @@ def test_without_root_it_says_what_is_missing(stub: Rig) -> None:
     assert found["privileges"][0]["verdict"] == "warn" and "mount as root" in found["privileges"][0]["advice"], said
     assert "user_allow_other" in found["other users"][0]["advice"]
     assert found["fusermount3"][0]["verdict"] == "ok"
+
+
+def test_an_object_tier_is_tried_and_left_as_it_was(stub: Rig) -> None:
+    store = stub.directory / "store"
+    found = findings(tierfs("doctor", "--json", "-o", f"object=file://{store}"))
+    assert found["object tier"][0]["verdict"] == "ok" and "read back" in found["object tier"][0]["found"]
+    assert found["conditional PUT"][0]["verdict"] == "ok"
+    assert "free in" in found["object tier space"][0]["found"]
+    assert [path for path in store.rglob("*") if path.is_file()] == []
+    stub.mount(f"object=file://{store}")
+    assert f"{stub.name}: file://{store}" in findings(tierfs("doctor", "--json", stub.place))["object tier"][0]["found"]
+
+
+def test_an_object_tier_that_can_not_be_used_is_a_warning_that_says_why(stub: Rig) -> None:
+    (stub.directory / "file").touch()
+    done = tierfs("doctor", "--json", "-o", f"object=file://{stub.directory}/file/store")
+    assert done.returncode == 0
+    found = findings(done)["object tier"][0]
+    assert found["verdict"] == "warn" and str(stub.directory) in found["found"] and found["advice"], found
+    assert tierfs("doctor", "-o", "object=s3://").returncode == 2

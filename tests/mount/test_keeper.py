@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from mount import kernel_mount
+from mount.keeper import Keeper
 from mount.processes import package_environment
-from mount.runtime import Instance, lock_daemon, read_process
+from mount.runtime import Instance, lock_daemon, read_process, read_record
 from tests.conftest import wait_until
 from tests.mount.keeper_rig import STUB, Rig, rig, tierfs
 from tierfs.errors import MountError
+from tierfs.settings_sources import settings_from_json
 
 
 @pytest.fixture
@@ -285,6 +287,7 @@ def test_in_the_foreground_systemd_is_told_once_the_mount_answers(stub: Rig) -> 
             assert b"NOTIFY_SOCKET" not in Path(f"/proc/{stub.daemon.pid}/environ").read_bytes()
             keeper.send_signal(signal.SIGTERM)
             assert notify.recv(100) == b"STOPPING=1"
+            assert notify.recv(100) == b"EXTEND_TIMEOUT_USEC=30000000"
             _, log = keeper.communicate(timeout=20)
         finally:
             keeper.kill()
@@ -292,3 +295,27 @@ def test_in_the_foreground_systemd_is_told_once_the_mount_answers(stub: Rig) -> 
     assert keeper.returncode == 0
     assert "is ready" in log
     stub.wait_for_end()
+
+
+def test_a_daemon_that_sends_what_is_owed_gets_its_time_and_a_second_sigterm_ends_it(stub: Rig) -> None:
+    stub.wish("stubborn")
+    stub.mount(f"object=file://{stub.directory}/store", "persist.flush_timeout_s=1h")
+    settings, record = settings_from_json(stub.instance.settings.read_text()), read_record(stub.instance)
+    assert record is not None
+    assert Keeper(stub.instance, settings, record)._ends_within_s() >= 3600 + 30
+    settings.persist.flush_on_umount = False
+    assert Keeper(stub.instance, settings, record)._ends_within_s() < 120
+    keeper = stub.keeper
+    keeper.send_signal(signal.SIGTERM)
+    wait_until(lambda: "asked to stop" in stub.log(), "the keeper has heard it")
+    assert not keeper.wait(1), "it waits for its daemon"
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(15), stub.log()
+    stub.wait_for_end()
+
+
+@pytest.mark.parametrize("url", ["file://relative", "s3://", "http://bucket/x"])
+def test_a_wrong_object_tier_is_refused_before_anything_is_mounted(stub: Rig, url: str) -> None:
+    done = tierfs(*stub.mount_arguments(f"object={url}"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "object" in done.stderr, done.stderr
+    assert not stub.is_mounted() and not stub.instance.directory.exists()
