@@ -12,6 +12,21 @@ from pathlib import Path
 
 from tierfs.errors import SettingsError
 
+#: In the life of steps in RAM.
+POINTS = (
+    "overwrite:set-aside",  # the old generation is linked, no manifest names it yet
+    "overwrite:recorded",  # the manifest names it, nothing is changed yet
+    "overwrite:hiding",  # recorded that something is written, old markers still in sight
+    "overwrite:hidden",  # old markers are gone
+    "overwrite:replaced",  # a file has its new inode, the program has no answer yet
+    "commit:checked",  # the marker was read and found good, not renamed yet
+    "commit:renamed",  # the marker is in place, no manifest says so yet
+    "commit:saved",  # the manifest says so, the old generation still lies there
+    "put-back:begun",  # an overwrite is being given up
+    "put-back:done",  # the old files are back, no manifest says so yet
+)
+
+#: On the way to the object tier and out of it.
 OBJECT_POINTS = (
     "persist:withdrawn",  # the committed manifest of an older generation is deleted, its objects still lie there
     "persist:file-sent",  # a file is an object, others may not be yet
@@ -24,29 +39,17 @@ OBJECT_POINTS = (
     "delete:data",  # so is the data, the node files are not
 )
 
-POINTS = (
-    "overwrite:set-aside",  # the old generation is linked, no manifest names it yet
-    "overwrite:recorded",  # the manifest names it, nothing is changed yet
-    "overwrite:hiding",  # recorded that something is written, old markers still in sight
-    "overwrite:hidden",  # old markers are gone
-    "overwrite:replaced",  # a file has its new inode, the program has no answer yet
-    "commit:checked",  # the marker was read and found good, not renamed yet
-    "commit:renamed",  # the marker is in place, no manifest says so yet
-    "commit:saved",  # the manifest says so, the old generation still lies there
-    "put-back:begun",  # an overwrite is being given up
-    "put-back:done",  # the old files are back, no manifest says so yet
-    *OBJECT_POINTS,
-)
+_KNOWN = (*POINTS, *OBJECT_POINTS)
 
 
 class CrashPoints:
     """`crash("name")` returns, unless the setting names that point."""
 
     def __init__(self, setting: str, notes: Path) -> None:
-        name, _, nth = (setting, "", "1") if setting in POINTS else setting.rpartition(":")
-        if setting and (name not in POINTS or not nth.isdigit() or int(nth) < 1):
+        name, _, nth = (setting, "", "1") if setting in _KNOWN else setting.rpartition(":")
+        if setting and (name not in _KNOWN or not nth.isdigit() or int(nth) < 1):
             raise SettingsError(
-                f"debug_crash_at = {setting!r}: known points are {', '.join(POINTS)}, and NAME:N for the Nth time",
+                f"debug_crash_at = {setting!r}: known points are {', '.join(_KNOWN)}, and NAME:N for the Nth time",
                 key="debug_crash_at",
             )
         self._name = name
