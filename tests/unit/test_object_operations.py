@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import step_driver
 import trio
-from step_driver import FILES, MARKER, Driver, content, marker
+from step_driver import FILES, MARKER, Driver, content, marker, until
 
 from tierfs.checksum import CHUNK_BYTES, FileChecksum, checksum_fd
-from tierfs.errors import CommitRefused, NotAStep, NotFound, ObjectMissing, StepBusy
+from tierfs.errors import (
+    CommitRefused,
+    NoRoom,
+    NotAStep,
+    NotFound,
+    ObjectMissing,
+    PathRefused,
+    StepBusy,
+    TierfsError,
+)
+from tierfs.hydrate.hydration import Hydration
 from tierfs.objects.pool import WorkerPool
+from tierfs.persist.deletions import Deletions
 from tierfs.persist.importing import Importing
+from tierfs.persist.index import ObjectIndex
 from tierfs.persist.layout import manifest_key
 from tierfs.persist.object_manifest import read_manifest
+from tierfs.persist.operations import ObjectOperations
+from tierfs.persist.persister import Persister
 from tierfs.persist.reading_back import CHUNKS_AT_ONCE, ReadBack
 from tierfs.persist.repairing import decide
 from tierfs.persist.reporting import all_of, reporting
 from tierfs.settings import Settings
+from tierfs.steps.object_tier import NoObjectTier
+from tierfs.steps.record import StepRecord
 
 STEP = "run/step_1"
 
@@ -229,3 +248,319 @@ async def test_an_import_never_covers_a_step_that_is_there(tmp_path: Path, store
 def test_a_good_copy_mends_a_bad_one(ram: str | None, object_reason: str, in_ram: bool, action: str | None) -> None:
     decided = decide(ram=ram, object_reason=object_reason, in_ram=in_ram)
     assert (decided[0] if decided is not None else None) == action
+
+
+# --- with all parts of the tier, on one node
+
+LARGE = {"__0_0.distcp": 3 << 20, "__1_0.distcp": (2 << 20) + 5, "small.json": 700}
+
+
+class Boundary(NoObjectTier):
+    """What steps tell and ask, passed on to the parts."""
+
+    def __init__(self, persister: Persister, hydration: Hydration) -> None:
+        self._persister, self._hydration = persister, hydration
+        self.completed = persister.completed  # type: ignore[method-assign]
+        self.changed = persister.changed  # type: ignore[method-assign]
+        self.removed = persister.removed  # type: ignore[method-assign]
+        self.moved = persister.moved  # type: ignore[method-assign]
+        self.is_stub = hydration.is_stub  # type: ignore[method-assign]
+        self.ram_bytes = hydration.ram_bytes  # type: ignore[method-assign]
+        self.populate = hydration.populate  # type: ignore[method-assign]
+        self.hydrate = hydration.hydrate  # type: ignore[method-assign]
+
+    def may_leave_ram(self, record: StepRecord) -> bool:
+        return not record.manifest.owed
+
+    def evict(self, record: StepRecord) -> bool:
+        return record.is_persisted and self._hydration.evict(record)
+
+
+@dataclass
+class Node:
+    """A node with an object tier: real steps, real parts, real workers."""
+
+    driver: Driver
+    store: Path
+    client: WorkerPool = field(init=False)
+    index: ObjectIndex = field(init=False)
+    persister: Persister = field(init=False)
+    hydration: Hydration = field(init=False)
+    work: ObjectOperations = field(init=False)
+
+    def __post_init__(self) -> None:
+        registry = self.driver.registry
+        self.client = WorkerPool(registry.settings)
+        deletions = Deletions(registry, self.client)
+        self.index = ObjectIndex(registry, self.client, deletions)
+        self.hydration = Hydration(registry, self.client, self.index.manifest)
+        self.persister = Persister(
+            registry,
+            self.client,
+            self.index,
+            deletions,
+            node="node-1",
+            hydrate=self.hydration.hydrate,
+            is_stub=self.hydration.is_stub,
+        )
+        registry.object_tier = Boundary(self.persister, self.hydration)
+        self.hydration.scan()
+        self.work = ObjectOperations(registry, self.client, self.index, self.persister, self.hydration, deletions)
+
+    def object(self, inner: str, step: str = STEP) -> Path:
+        return self.store / step / inner
+
+    @property
+    def is_committed(self) -> bool:
+        return self.object(".tierfs/manifest.json").exists()
+
+    async def read(self, inner: str, step: str = STEP) -> bytes:
+        """As a program would."""
+        path = self.driver.root / step / inner
+        found = await self.hydration.read(path.lstat().st_ino, 0, path.lstat().st_size)
+        return path.read_bytes() if found is None else found
+
+
+@asynccontextmanager
+async def node(tmp_path: Path, store: Path, *, name: str = "ram", **persist: Any) -> AsyncIterator[Node]:
+    settings = Settings(object=f"file://{store}")
+    for key, value in persist.items():
+        setattr(settings.persist, key, value)
+    made = Node(Driver(tmp_path / name, settings), store)
+    with trio.fail_after(100):
+        async with made.driver.running(), trio.open_nursery() as nursery:
+            await nursery.start(made.client.run)
+            await nursery.start(made.hydration.run)
+            await nursery.start(made.index.run)
+            await nursery.start(made.persister.run)
+            yield made
+            nursery.cancel_scope.cancel()
+
+
+def spoil(path: Path, at: int = 100) -> None:
+    """Turn one bit without a trace in size or times, as memory and disks do."""
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+async def all_summed(of: Node, step: str = STEP) -> None:
+    record = of.driver.record(step)
+    await until(lambda: all(entry.checksum for entry in record.manifest.files.values()), "checksums")
+
+
+async def test_flush_sends_what_policy_does_not_and_says_how_far_it_is(tmp_path: Path, store: Path) -> None:
+    async with node(tmp_path, store, policy="demand") as here:
+        await here.driver.save(STEP, 1, LARGE)
+        with pytest.raises(TierfsError, match="`tierfs flush`"):
+            await here.work.wait(STEP, level="object", timeout_s=5, progress=Told())
+        told = Told()
+        size = here.driver.record(STEP).manifest.bytes
+        answer = await here.work.flush([STEP], wait=True, progress=told)
+        assert answer == {"steps": 1, "bytes": size, "already": 0, "failed": []}
+        assert here.is_committed
+        assert told[-1] == {
+            "steps_done": 1,
+            "steps_total": 1,
+            "bytes": size,
+            "bytes_total": size,
+            "path": "",
+            "waiting_for": "",
+        }
+        again = await here.work.flush([], wait=True, progress=Told())
+        assert again == {"steps": 0, "bytes": 0, "already": 1, "failed": []}
+        waited = await here.work.wait(STEP, level="object", timeout_s=5, progress=Told())
+        assert waited == {"path": STEP, "level": "object", "reached": True}
+        status = await here.work.status()
+        json.dumps(status)
+        assert (status["steps_owed"], status["bytes_owed"], status["deletions_owed"], status["sending"]) == (
+            0,
+            0,
+            0,
+            [],
+        )
+        assert (status["reachable"], status["problem"]) == (True, "")
+        assert status["bytes_sent"] >= size
+        assert status["namespaces"]["run"]["newest_persisted"] == "step_1"
+        assert 0 <= status["namespaces"]["run"]["newest_persisted_age_s"] < 100
+
+
+async def test_what_can_not_be_flushed_is_named_with_the_reason(tmp_path: Path, store: Path) -> None:
+    async with node(tmp_path, store, policy="none") as here:
+        await here.driver.save(STEP, 1)
+        here.driver.mkdirs("run/step_2")
+        await here.driver.write("run/step_2/__0_0.distcp", b"x")
+        refused = await here.work.flush([STEP, "run/step_2"], wait=True, progress=Told())
+        assert (refused["steps"], [each["path"] for each in refused["failed"]]) == (0, [STEP, "run/step_2"])
+        assert "persist.policy none" in refused["failed"][0]["reason"]
+        assert "only complete steps" in refused["failed"][1]["reason"]
+        everything = await here.work.flush([], wait=True, progress=Told())
+        assert everything == {"steps": 0, "bytes": 0, "already": 0, "failed": []}
+        with pytest.raises(NotFound, match="run/step_9"):
+            await here.work.flush(["run/step_9"], wait=False, progress=Told())
+        with pytest.raises(PathRefused):
+            await here.work.flush(["../run"], wait=False, progress=Told())
+
+
+async def test_drain_ends_with_what_is_left_when_the_store_is_away(tmp_path: Path, store: Path) -> None:
+    away = tmp_path / "away" / "store"
+    async with node(tmp_path, away) as here:
+        here.driver.registry.settings.transfer.retry_for_s = 0.1
+        await here.driver.save(STEP, 1)
+        answer = await here.work.drain(Told(), timeout_s=1)
+        assert (answer["steps"], answer["left"]) == (0, [STEP])
+        await until(lambda: here.persister.progress(here.driver.record(STEP)).state == "waiting", "it failed", 60)  # type: ignore[union-attr]
+        status = await here.work.status()
+        assert (status["steps_owed"], status["reachable"]) == (1, False)
+        assert str(away) in status["sending"][0]["error"]
+        assert status["sending"][0]["next_try_in_s"] > 0
+        away.parent.mkdir()
+        here.persister.owe(here.driver.record(STEP), "demand")
+        answer = await here.work.drain(Told(), timeout_s=60)
+        assert (answer["steps"], answer["left"]) == (1, [])
+
+
+async def test_prefetch_brings_all_of_a_step_and_says_early_where_it_can_not(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path, store) as here:
+        await here.driver.save(STEP, 1, LARGE)
+        await here.work.drain(Told())
+    async with node(tmp_path, store, name="other") as there:
+        record = there.driver.record(STEP)
+        assert not record.manifest.populated
+        told = Told()
+        answer = await there.work.prefetch([f"{STEP}/__0_0.distcp"], progress=told)
+        assert (answer["files"], answer["bytes"]) == (1, 3 << 20)
+        assert told[-1]["bytes"] == told[-1]["bytes_total"] == 3 << 20
+        await there.work.prefetch([], progress=Told())
+        assert not any(there.hydration.is_stub(entry.ino) for entry in record.manifest.files.values())
+        assert there.driver.loaded(STEP) == 1
+        again = await there.work.prefetch([STEP], progress=Told())
+        assert again == {"files": 0, "bytes": 0, "already": 4}
+    monkeypatch.setattr(step_driver, "SIZE", 4 << 20)
+    async with node(tmp_path, store, name="small") as small:
+        with pytest.raises(NoRoom, match="can't hold"):
+            await small.work.prefetch([STEP], progress=Told())
+        assert small.client.stats.bytes_received < 1 << 20
+        assert (await small.work.prefetch([f"{STEP}/__1_0.distcp"], progress=Told()))["files"] == 1
+
+
+async def test_verify_finds_a_flipped_bit_a_short_file_and_a_missing_one(tmp_path: Path, store: Path) -> None:
+    async with node(tmp_path, store, policy="demand") as here:
+        await here.driver.save(STEP, 1, LARGE)
+        await here.driver.save("run/step_2", 2)
+        with pytest.raises(NotFound, match="nothing to verify"):
+            await here.work.verify("run", Told())
+        await here.work.flush([STEP], wait=True, progress=Told())
+        good = await here.work.verify("", Told())
+        assert good == {"files": 4, "bytes": here.driver.record(STEP).manifest.bytes, "bad": [], "unsealed": 1}
+        spoil(here.object("__0_0.distcp"))
+        os.truncate(here.object("__1_0.distcp"), 5)
+        here.object("small.json").unlink()
+        bad = (await here.work.verify(STEP, Told()))["bad"]
+        assert {each["path"]: each["reason"].split(" in ")[0] for each in bad} == {
+            f"{STEP}/__0_0.distcp": "has other bytes",
+            f"{STEP}/__1_0.distcp": "has 5 bytes",
+            f"{STEP}/small.json": "is missing",
+        }
+        assert any(problem["path"] == STEP for problem in here.driver.registry.problems)
+
+
+async def test_repair_sends_again_what_is_damaged_there(tmp_path: Path, store: Path) -> None:
+    async with node(tmp_path, store) as here:
+        await here.driver.save(STEP, 1, LARGE)
+        await here.work.drain(Told())
+        assert await here.work.repair("", dry_run=False, progress=Told()) == {"checked": 1, "actions": []}
+        spoil(here.object("__0_0.distcp"))
+        here.object("small.json").unlink()
+        planned = await here.work.repair(STEP, dry_run=True, progress=Told())
+        assert [(each["path"], each["action"]) for each in planned["actions"]] == [
+            (f"{STEP}/__0_0.distcp", "sent again"),
+            (f"{STEP}/small.json", "sent again"),
+        ]
+        assert not here.object("small.json").exists()
+        assert (await here.work.repair(STEP, dry_run=False, progress=Told()))["actions"] == planned["actions"]
+        assert (await here.work.verify(STEP, Told()))["bad"] == []
+        assert here.driver.record(STEP).is_persisted
+        assert here.driver.registry.problems == []
+
+
+async def test_repair_fetches_again_what_is_damaged_in_ram(tmp_path: Path, store: Path) -> None:
+    async with node(tmp_path, store) as here:
+        await here.driver.save(STEP, 1, LARGE)
+        await here.work.drain(Told())
+        await all_summed(here)
+        path = here.driver.root / STEP / "__0_0.distcp"
+        path.chmod(0o640)
+        before = path.stat()
+        spoil(path)
+        with path.open("rb") as still_open:
+            done = await here.work.repair(STEP, dry_run=False, progress=Told())
+            assert [(each["path"], each["action"]) for each in done["actions"]] == [
+                (f"{STEP}/__0_0.distcp", "fetched again")
+            ]
+            assert still_open.read() != path.read_bytes() == content(1, "__0_0.distcp", 3 << 20)
+        after = path.stat()
+        assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+        assert here.driver.loaded(STEP) == 1
+        assert here.driver.record(STEP).is_persisted
+        assert await here.work.repair("", dry_run=False, progress=Told()) == {"checked": 1, "actions": []}
+
+
+async def test_a_commit_that_is_damaged_is_put_right_from_this_nodes_copy(tmp_path: Path, store: Path) -> None:
+    async with node(tmp_path, store) as here:
+        await here.driver.save(STEP, 1, LARGE)
+        await here.work.drain(Told())
+        good = here.object(".tierfs/manifest.json").read_bytes()
+        spoil(here.object(".tierfs/manifest.json"), 3)
+        done = await here.work.repair(STEP, dry_run=False, progress=Told())
+        assert [(each["path"], each["action"]) for each in done["actions"]] == [(STEP, "sent again")]
+        assert here.object(".tierfs/manifest.json").read_bytes() == good
+
+
+async def test_a_step_that_is_whole_nowhere_is_withdrawn_and_not_taken_for_whole_again(
+    tmp_path: Path, store: Path
+) -> None:
+    async with node(tmp_path, store) as here:
+        await here.driver.save(STEP, 1, LARGE)
+        await here.driver.save("run/step_2", 2, LARGE)
+        await here.work.drain(Told())
+        await all_summed(here, "run/step_2")
+        spoil(here.driver.root / "run/step_2/__0_0.distcp")
+        spoil(here.object("__0_0.distcp", "run/step_2"), 200)
+        done = await here.work.repair("run", dry_run=False, progress=Told())
+        assert [(each["path"], each["action"]) for each in done["actions"]] == [
+            ("run/step_2/__0_0.distcp", "lost"),
+            ("run/step_2", "withdrawn"),
+        ]
+        await here.driver.settle(seconds=10)
+        assert here.driver.state("run/step_2") == "writing"
+        assert here.driver.latest() == "step_1"
+        assert here.driver.loaded("run/step_2") is None
+        assert not here.object(".tierfs/manifest.json", "run/step_2").exists()
+        await here.index.refresh()
+        here.driver.restart()
+        await here.driver.settle(seconds=10)
+        assert here.driver.state("run/step_2") == "writing"
+        assert here.driver.latest() == "step_1"
+
+
+async def test_an_imported_checkpoint_is_a_step_at_once_and_loads(tmp_path: Path, store: Path) -> None:
+    lay_out(store, checkpoint(7))
+    async with node(tmp_path, store) as here:
+        assert here.driver.registry.records == {}
+        answer = await here.work.adopt(STEP, Told())
+        size = sum(map(len, checkpoint(7).values()))
+        assert answer == {"path": STEP, "files": 3, "bytes": size, "marker": MARKER}
+        assert here.driver.latest() == "step_1"
+        assert here.driver.record(STEP).is_persisted
+        await here.work.prefetch([STEP], progress=Told())
+        assert here.driver.loaded(STEP) == 7
+        assert (await here.work.verify("", Told()))["bad"] == []
+        with pytest.raises(StepBusy, match="already"):
+            await here.work.adopt(STEP, Told())

@@ -54,10 +54,7 @@ class _File:
 
 
 class ObjectOperations:
-    """Each takes paths relative to the mount's root, and answers what the command line prints with `--json`.
-
-    `conditional_put` is what the probe of the endpoint found, None before it answered.
-    """
+    """Each takes paths relative to the mount's root, and answers what the command line prints with `--json`."""
 
     def __init__(
         self,
@@ -74,7 +71,6 @@ class ObjectOperations:
         self.persister = persister
         self.hydration = hydration
         self.deletions = deletions
-        self.conditional_put: bool | None = None
 
     # --- to the object tier
 
@@ -322,9 +318,10 @@ class ObjectOperations:
         problem = self.index.problem or stats.last_error
         return {
             "url": self.client.url,
-            "reachable": not self.index.problem,
+            # A single success since, of many requests at a time, takes the last error back.
+            "reachable": not problem,
             "problem": problem,
-            "conditional_put": self.conditional_put,
+            "conditional_put": self.persister.conditional_put,
             "concurrency": stats.concurrency,
             "requests": stats.requests,
             "retries": stats.retries,
