@@ -36,13 +36,22 @@ log = logging.getLogger("tierfs.objects")
 #: These are what a store that works says, no trouble of its.
 _ANSWERS = (ObjectMissing, ObjectExists, UploadMissing)
 _WARN_EVERY_S = 30.0
+#: Longer than the stores' own time-outs and repetitions together.
+STALLED_AFTER_S = 300.0
 
 
 class WorkerPool:
     """An `ObjectClient` (see there) of `transfer.workers` processes. Requests before `run`, and after it, fail."""
 
-    def __init__(self, settings: Settings, *, store_module: str = "tierfs.objects.opening") -> None:
-        """`store_module` has `open_store(StoreSettings)`; tests put a store of their own there."""
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        store_module: str = "tierfs.objects.opening",
+        stalled_after_s: float = STALLED_AFTER_S,
+    ) -> None:
+        """`store_module` has `open_store(StoreSettings)`; tests put a store of their own there. An attempt in which no
+        byte moves for `stalled_after_s` has failed."""
         transfer = settings.transfer
         store = StoreSettings(url=settings.object, s3=settings.s3, connections=transfer.connections)
         share = max(1, transfer.workers)
@@ -53,6 +62,7 @@ class WorkerPool:
         self._configuration = {
             "store": store.to_json(),
             "bytes_s": {"up": transfer.upload_bytes_s / share, "down": transfer.download_bytes_s / share},
+            "stalled_after_s": stalled_after_s,
             "log_level": settings.log.level,
         }
         self._slots = RequestSlots(transfer.connections)
@@ -69,6 +79,11 @@ class WorkerPool:
                 await trio.sleep_forever()
         finally:
             self._nursery = None
+
+    @property
+    def idle(self) -> bool:
+        """No worker does anything, nor anything that was cancelled."""
+        return not any(worker.load for worker in self._workers)
 
     # --- ObjectClient
 

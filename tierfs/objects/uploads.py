@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import trio
 
 from tierfs.checksum import CHUNK_BYTES, FileChecksum, combine
-from tierfs.errors import ObjectCorrupt, ObjectError, TierfsError, UploadMissing
+from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing, TierfsError, UploadMissing
 from tierfs.objects.client import PartJournal, SentFile
 from tierfs.objects.store import SINGLE_PUT_BYTES, PartInfo, SentPart, part_bytes
 
@@ -165,18 +165,34 @@ class FileUpload:
         return self._sent(etag, self._noted_chunks())
 
     async def _find_finished(self) -> str:
-        """The ETag of the object if an earlier `finish_upload`, whose answer was lost, made it of just these parts."""
+        """The ETag of the object if an earlier `finish_upload`, whose answer was lost, made it of just these parts.
+
+        Where the ETag can't tell (a `file://` tier), the object's bytes do.
+        """
+        size_bytes, etag = await self._look_up()
+        if not etag or size_bytes != self._size:
+            return ""
         expected = multipart_etag(self._noted_parts())
+        if expected:
+            return etag if etag.lower() == expected else ""
+        try:
+            said = await self._ask("sum_object", {"key": self._key, "size_bytes": size_bytes})
+        except ObjectMissing:
+            return ""
+        same = said["chunks"] == self._noted_chunks() and await self._look_up() == (size_bytes, etag)
+        return etag if same else ""
+
+    async def _look_up(self) -> tuple[int, str]:
+        """Size and ETag of the object that has the key; "" where there is none."""
         more = ""
-        while expected:
+        while True:
             said = await self._ask("list_page", {"prefix": self._key, "delimiter": "", "more": more})
             for key, size_bytes, etag, _ in said["objects"]:
                 if key == self._key:
-                    return str(etag) if size_bytes == self._size and etag.lower() == expected else ""
+                    return int(size_bytes), str(etag)
             more = said["more"]
             if not more:
-                break
-        return ""
+                return 0, ""
 
     async def _abort(self) -> None:
         """As far as it can be done in short time: what is left is swept later."""

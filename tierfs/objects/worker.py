@@ -33,16 +33,17 @@ log = logging.getLogger("tierfs.objects")
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 #: Uploads yield to the training that shares the machine; reads don't, since a program may wait for them.
 _UPLOAD_NICENESS = 5
-#: A request in which nothing moved for so long is answered as failed, though its thread may never come back (a `file://`
-#: tier on a file server that went away). Longer than the store's own time-outs and repetitions together.
-_STALLED_AFTER_S = 300.0
-_LOOK_EVERY_S = 10.0
+_LOOKS_A_STALL = 10
 #: Cancelled or stalled threads that never came back: with so many of them a new process is better than this one.
 _MOST_LOST_THREADS = 64
 
 
 class Worker:
-    """`serve` returns when the daemon has closed its end."""
+    """Serves one daemon until that closes its end.
+
+    A request in which nothing moves for `stalled_after_s` (the daemon says how long) is answered as failed, though its
+    thread may never come back: a `file://` tier on a file server that went away.
+    """
 
     def __init__(self, connection: socket.socket, store_module: str) -> None:
         self._connection = connection
@@ -51,6 +52,7 @@ class Worker:
         self._running: dict[int, Request] = {}
         self._lost = 0
         self._bandwidth = {"up": Bandwidth(0), "down": Bandwidth(0)}
+        self._stalled_after_s = float("inf")
         self._settings: dict[str, Any] = {}
         self._store: Any = None
         self._opening = threading.Lock()
@@ -60,7 +62,6 @@ class Worker:
 
     def serve(self) -> None:
         reader = FrameReader()
-        self._connection.settimeout(_LOOK_EVERY_S)
         looked = time.monotonic()
         while True:
             try:
@@ -79,9 +80,10 @@ class Worker:
                 pass
             except ConnectionError:
                 return
-            if time.monotonic() - looked >= _LOOK_EVERY_S:
-                looked = time.monotonic()
-                self._give_up_stalled(looked)
+            now = time.monotonic()
+            if now - looked >= self._stalled_after_s / _LOOKS_A_STALL:
+                looked = now
+                self._give_up_stalled(now)
 
     def _hear(self, frame: Frame) -> None:
         header = frame.header
@@ -92,6 +94,8 @@ class Worker:
                     request.stop.set()
             case "configure":
                 self._settings = header["store"]
+                self._stalled_after_s = header["stalled_after_s"]
+                self._connection.settimeout(self._stalled_after_s / _LOOKS_A_STALL)
                 self._bandwidth = {name: Bandwidth(header["bytes_s"][name]) for name in ("up", "down")}
                 logging.getLogger("tierfs").setLevel(header["log_level"].upper())
             case op:
@@ -142,7 +146,7 @@ class Worker:
     def _give_up_stalled(self, now: float) -> None:
         for number, request in list(self._running.items()):
             stalled_s = now - request.moved
-            if stalled_s < _STALLED_AFTER_S or self._running.pop(number, None) is None:
+            if stalled_s < self._stalled_after_s or self._running.pop(number, None) is None:
                 continue
             request.stop.set()
             self._lost += 1

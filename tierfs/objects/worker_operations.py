@@ -13,12 +13,14 @@ from typing import Any
 
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
+from tierfs.checksum import CHUNK_BYTES
 from tierfs.errors import ObjectError
 from tierfs.objects.bandwidth import Bandwidth
 from tierfs.objects.mapped_ranges import MappedRange, RangeChecksum, checksum_of, has_hole, make_room, require_size
 from tierfs.objects.messages import MOST_BODY_BYTES
 from tierfs.objects.store import MIB, ObjectStore, SentPart, TransferStopped
 
+_PIECE_BYTES = 4 * MIB
 #: Ranges with holes are read into memory of the worker instead of mapped: one at a time.
 _copying = threading.Lock()
 
@@ -120,6 +122,21 @@ def read_range(store: ObjectStore, request: Request) -> Answer:
     return Answer({"crc64nvme": checksum_of(request.mapped.view, request.check).full})
 
 
+def sum_object(store: ObjectStore, request: Request) -> Answer:
+    """Chunk checksums of an object, read piece by piece into little memory."""
+    left, offset, chunks = request.header["size_bytes"], 0, []
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    while left:
+        chunk, chunk_end = 0, offset + min(left, CHUNK_BYTES)
+        while offset < chunk_end:
+            piece = buffer[: chunk_end - offset]
+            store.read_range(request.header["key"], offset, piece, request)
+            chunk = int(crc64nvme(piece, chunk))
+            offset, left = offset + len(piece), left - len(piece)
+        chunks.append(chunk)
+    return Answer({"chunks": chunks})
+
+
 def list_page(store: ObjectStore, request: Request) -> Answer:
     header = request.header
     page = store.list_page(header["prefix"], delimiter=header["delimiter"], more=header["more"])
@@ -159,7 +176,7 @@ def list_uploads(store: ObjectStore, request: Request) -> Answer:
 OPERATIONS: dict[str, Callable[[Any, Request], Answer]] = {
     operation.__name__: operation
     for operation in (
-        probe, put, put_file, put_part, sum_range, get, read_range, list_page, delete,
+        probe, put, put_file, put_part, sum_range, get, read_range, sum_object, list_page, delete,
         start_upload, list_parts, finish_upload, abort_upload, list_uploads,
     )
 }  # fmt: skip
