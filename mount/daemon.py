@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,11 +20,15 @@ import trio
 from mount import kernel_mount
 from mount.channel import Channel
 from mount.control import ControlServer
+from mount.leaving import Leaving
 from mount.operations import Operations
 from mount.processes import FUSE_FD, READY_FD
 from mount.runtime import Instance, MountRecord, log_directory, read_record
 from tierfs.errors import MountError, TierfsError
 from tierfs.logs import NamespaceLog, configure_logging
+from tierfs.objects.pool import WorkerPool
+from tierfs.persist.operations import ObjectOperations
+from tierfs.persist.tier import ObjectSteps
 from tierfs.ram.tier import RamTier
 from tierfs.ram.tmpfs import read_grant
 from tierfs.settings import Settings
@@ -32,12 +37,17 @@ from tierfs.steps.recovery import recover
 from tierfs.steps.registry import StepRegistry
 from tierfs.steps.tracker import Steps
 from tierfs.steps.upkeep import Upkeep
+from tierfs.units import format_size
 
 log = logging.getLogger("tierfs.daemon")
 
 INIT_WITHIN_S = 30.0
 #: After SIGTERM: how long programs may go on with files that they have open.
 DRAIN_S = 20.0
+#: How long a fresh mount waits for the object tier's first listing before it calls itself ready.
+LISTED_WITHIN_S = 10.0
+#: READ requests of programs that wait for the object tier hold a task each; others must find one free.
+MOST_TASKS = 1000
 
 
 class Daemon:
@@ -47,7 +57,13 @@ class Daemon:
         self, instance: Instance, settings: Settings, record: MountRecord, fuse_fd: int, *, takeover: bool
     ) -> None:
         self.record = record
+        self.settings = settings
         self.fuse_fd = fuse_fd
+        self.takeover = takeover
+        self._asked_to_stop = 0
+        self._is_unmounted = False
+        self._leaving = Leaving()
+        self._listed = trio.Event()
         # Before pyfuse3 is imported anywhere: its calls to libfuse must find the channel's.
         self.channel = Channel(
             fuse_fd,
@@ -63,6 +79,12 @@ class Daemon:
         self.registry = StepRegistry(self.tier, settings, self.lines)
         self.registry.open_handles = lambda nodeid: self.channel.handles(nodeid).opens
         self.tier.on_pressure = self.registry.make_room
+        self.workers = WorkerPool(settings) if settings.object else None
+        self.objects: ObjectSteps | None = None
+        if self.workers is not None:
+            node = settings.node or f"{socket.gethostname()}.{instance.name}"
+            self.registry.object_tier = self.objects = ObjectSteps(self.registry, self.workers, node=node)
+            self.objects.hydration.scan()
         recover(self.registry)
         self.steps = Steps(self.registry)
 
@@ -70,13 +92,28 @@ class Daemon:
         from mount.nodes import raise_descriptor_limit
 
         raise_descriptor_limit()
-        self.filesystem = TierFs(self.tier, self.channel, self.steps)
+        hydration = self.objects.hydration if self.objects is not None else None
+        self.filesystem = TierFs(self.tier, self.channel, self.steps, hydration=hydration)
         if takeover:
             self.steps.resume(nodeid for nodeid, _, handles in self.channel.open_nodes() if handles.writers)
             self.filesystem.resume_open_files()
-        operations = Operations(instance, record, self.registry, self.channel, path_of=self.filesystem.nodes.path)
+        operations = Operations(
+            instance,
+            record,
+            self.registry,
+            self.channel,
+            path_of=self.filesystem.nodes.path,
+            objects=self._object_operations(),
+            leaving=self._leaving,
+        )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
+
+    def _object_operations(self) -> ObjectOperations | None:
+        tier = self.objects
+        if tier is None:
+            return None
+        return ObjectOperations(self.registry, tier.client, tier.index, tier.persister, tier.hydration, tier.deletions)
 
     async def run(self, ready_fd: int) -> None:
         """Serves until the mount is gone."""
@@ -85,45 +122,84 @@ class Daemon:
         pyfuse3.init(self.filesystem, self.channel.device(), set())
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._stop_when_asked)
+                nursery.start_soon(self._stop_when_asked, nursery)
                 await nursery.start(self.tier.run)
                 await nursery.start(self.upkeep.run)
                 nursery.start_soon(self.tier.trim_leftovers)
                 await nursery.start(self.control.run)
+                if self.workers is not None and self.objects is not None:
+                    await nursery.start(self.workers.run)
+                    nursery.start_soon(self._run_object_tier)
                 nursery.start_soon(self._tell_ready, ready_fd)
-                await pyfuse3.main()
+                await pyfuse3.main(max_tasks=MOST_TASKS)
+                self._is_unmounted = True
+                await self._drain()
                 nursery.cancel_scope.cancel()
         finally:
             self._save()
             pyfuse3.close(unmount=False)
 
+    async def _run_object_tier(self) -> None:
+        if self.objects is not None:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.objects.run)
+                self._listed.set()
+
+    async def _drain(self) -> None:
+        """The mount is gone: send what is owed to the object tier before going, as long as the settings allow."""
+        self.registry.invalidate = lambda directory, name: None  # nobody listens any more
+        persist = self.settings.persist
+        if self.objects is None or not persist.flush_on_umount or self._asked_to_stop > 1:
+            return
+        persister = self.objects.persister
+        if owed := persister.owed_records():
+            log.info("unmounted; %d steps (%s) go to the object tier before the end", len(owed),
+                     format_size(persister.bytes_owed()))  # fmt: skip
+        await self._leaving.send(persister.drain, within_s=persist.flush_timeout_s)
+        if left := persister.owed_records():
+            log.warning("%d steps are not in the object tier yet; the next mount of %s goes on with them", len(left),
+                        self.record.mountpoint)  # fmt: skip
+
     async def _tell_ready(self, ready_fd: int) -> None:
         with trio.fail_after(INIT_WITHIN_S):
             while self.channel.info().proto == (0, 0):  # noqa: ASYNC110 - the answer passes through C
                 await trio.sleep(0.002)
+        if self.objects is not None and not self.takeover:
+            # So that `latest` is right for whoever waited for the mount.
+            with trio.move_on_after(LISTED_WITHIN_S):
+                await self._listed.wait()
         self.registry.tell_untold()
         info = self.channel.info()
         said = {"resend": info.resend, "passthrough": info.passthrough, "channel": info.kind, "reason": info.reason}
         with suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(said) + "\n")
 
-    async def _stop_when_asked(self) -> None:
+    async def _stop_when_asked(self, nursery: trio.Nursery) -> None:
         """SIGTERM: take the mount out of the tree, let open files end, then go. A second one: go at once."""
         import pyfuse3
 
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
+                self._asked_to_stop += 1
+                if self._asked_to_stop > 1:
+                    self._leaving.stop()
+                    pyfuse3.terminate()
+                    continue
                 log.info("asked to stop: %s is unmounted", self.record.mountpoint)
                 try:
                     await trio.to_thread.run_sync(self._unmount)
                 except (OSError, MountError) as error:
                     log.warning("%s can't be unmounted: %s", self.record.mountpoint, error)
-                with trio.move_on_after(DRAIN_S):
-                    async for _ in signals:
-                        break
-                log.warning("programs still have files open in %s; they will get errors", self.record.mountpoint)
-                pyfuse3.terminate()
-                return
+                nursery.start_soon(self._end_when_left)
+
+    async def _end_when_left(self) -> None:
+        import pyfuse3
+
+        await trio.sleep(DRAIN_S)
+        if self._is_unmounted:
+            return
+        log.warning("programs still have files open in %s; they will get errors", self.record.mountpoint)
+        pyfuse3.terminate()
 
     def _unmount(self) -> None:
         kernel_mount.unmount(self.record.mountpoint, lazy=True)

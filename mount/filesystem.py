@@ -208,6 +208,8 @@ class TierFs(pyfuse3.Operations):
             self.tracker.after_rename(old, new, flags, ctx.pid)
         if victim is not None:
             await self._files.free(victim.nodeid)
+        if new is not None:
+            await self.tracker.wait_for_level(new)
 
     # -- attributes
 

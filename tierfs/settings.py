@@ -280,7 +280,7 @@ class Settings:
 
     name: str = setting("", "The instance's name; by default made from the mount point.", kind="name")
     node: str = setting(
-        "", "This node's id in the object tier, the same after a restart; by default host name and instance.", kind="name"
+        "", "This node's id in the object tier; by default its host name and the instance's name.", kind="name"
     )
     size: int = setting(
         0, "The RAM tier's size: bytes, or a percentage of memory (default 50%).", kind="share", least=MIB

@@ -66,11 +66,14 @@ class ObjectIndex:
 
     async def manifest(self, namespace: str, step: str) -> ObjectManifest:
         """The committed manifest of a step: the copy kept here, else fetched. ObjectMissing, ObjectCorrupt."""
-        key = (namespace, step)
-        record = self.registry.records.get(key)
+        return self.kept(namespace, step) or (await self._fetch((namespace, step)))[0]
+
+    def kept(self, namespace: str, step: str) -> ObjectManifest | None:
+        """The copy of a committed manifest that is kept here; None where there is none of what is committed now."""
+        record = self.registry.records.get((namespace, step))
         persisted = record.manifest.persisted if record is not None else None
-        kept = self.cache.load(key, persisted.etag if persisted is not None else None)
-        return kept[1] if kept is not None else (await self._fetch(key))[0]
+        kept = self.cache.load((namespace, step), persisted.etag if persisted is not None else None)
+        return kept[1] if kept is not None else None
 
     def generation_there(self, key: Key) -> int:
         """The generation of the step that the object tier holds, as far as it is known; 0 for none."""

@@ -59,6 +59,10 @@ class StepTracker(Protocol):
 
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None: ...
 
+    async def wait_for_level(self, rel: str) -> None:
+        """After a rename to `rel`: until the step that it completed is as durable as the settings ask."""
+        ...
+
     def before_rmdir(self, rel: str) -> bool:
         """True as for `before_listing`."""
         ...
@@ -121,6 +125,9 @@ class NoSteps:
         pass
 
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None:
+        pass
+
+    async def wait_for_level(self, rel: str) -> None:
         pass
 
     def before_rmdir(self, rel: str) -> bool:

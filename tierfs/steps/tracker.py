@@ -18,6 +18,7 @@ import trio
 from tierfs.steps import generations
 from tierfs.steps.commits import check_commit, commit
 from tierfs.steps.completion import waits_for_last_file
+from tierfs.steps.durability import wait_for_level
 from tierfs.steps.latest import NAME as LATEST
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
@@ -270,6 +271,9 @@ class Steps:
             commit(self.registry, record, marker=target.inner, named=named)
         else:
             self.registry.judge_soon(record)
+
+    async def wait_for_level(self, rel: str) -> None:
+        await wait_for_level(self.registry, rel)
 
     def before_rmdir(self, rel: str) -> bool:
         if self.registry.latest.clear_for_rmdir(rel):

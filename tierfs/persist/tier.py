@@ -1,0 +1,102 @@
+"""The object tier of a node, put together: what steps tell it and ask of it (`tierfs.steps.object_tier.ObjectTier`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+
+from tierfs.hydrate.hydration import Hydration
+from tierfs.objects.client import ObjectClient
+from tierfs.persist.deletions import Deletions
+from tierfs.persist.index import ObjectIndex
+from tierfs.persist.persister import Persister
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import StepRegistry
+
+
+class ObjectSteps:
+    """Implements `ObjectTier`. `run` is to be started before requests are served, and cancelled last."""
+
+    def __init__(self, registry: StepRegistry, client: ObjectClient, *, node: str) -> None:
+        self.client = client
+        self.registry = registry
+        self.deletions = Deletions(registry, client)
+        self.index = ObjectIndex(registry, client, self.deletions)
+        self.hydration = Hydration(registry, client, self.index.manifest, self.index.kept)
+        self.persister = Persister(
+            registry,
+            client,
+            self.index,
+            self.deletions,
+            node=node,
+            hydrate=self.hydration.hydrate,
+            is_stub=self.hydration.is_stub,
+        )
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """The background work, until cancelled. Started once the tier was listed, or that takes too long."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.hydration.run)
+            await nursery.start(self.index.run)
+            await nursery.start(self.persister.run)
+            task_status.started()
+
+    # --- told by steps
+
+    def completed(self, record: StepRecord) -> None:
+        self.persister.completed(record)
+
+    def changed(self, record: StepRecord) -> None:
+        self.persister.changed(record)
+
+    def removed(self, record: StepRecord) -> None:
+        self.persister.removed(record)
+
+    def moved(self, namespace: str, step: str, record: StepRecord | None) -> None:
+        self.persister.moved(namespace, step, record)
+
+    # --- asked by steps
+
+    def is_stub(self, ino: int) -> bool:
+        return self.hydration.is_stub(ino)
+
+    def may_leave_ram(self, record: StepRecord) -> bool:
+        return not record.manifest.owed
+
+    def ram_bytes(self, record: StepRecord) -> int:
+        return self.hydration.ram_bytes(record)
+
+    def evict(self, record: StepRecord) -> bool:
+        return record.is_persisted and self.hydration.evict(record)
+
+    async def populate(self, record: StepRecord) -> None:
+        await self.hydration.populate(record)
+
+    async def hydrate(self, ino: int) -> None:
+        await self.hydration.hydrate(ino)
+
+    async def wait_persisted(self, record: StepRecord) -> None:
+        await self.persister.wait_persisted(record)
+
+    def describe(self, record: StepRecord) -> dict[str, Any]:
+        progress = self.persister.progress(record)
+        persisted = record.manifest.persisted
+        level = "object" if record.is_persisted else "ram"
+        state = progress.state if progress is not None else "persisted" if record.is_persisted else "none"
+        return {
+            "level": level,
+            "object": {
+                "state": state,
+                "bytes_sent": progress.bytes_sent if progress is not None else 0,
+                "bytes": progress.bytes_total if progress is not None else (persisted.bytes if persisted else 0),
+                "at": persisted.at if persisted is not None else None,
+                "error": progress.error if progress is not None else "",
+            },
+            "ram_bytes": self.hydration.ram_bytes(record),
+            "stubs": sum(self.hydration.is_stub(entry.ino) for entry in record.manifest.files.values()),
+        }
+
+    def problems(self) -> list[dict[str, str]]:
+        """What is wrong now, for `status`."""
+        return [*self.persister.problems(), *self.index.problems()]
