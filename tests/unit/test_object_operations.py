@@ -383,7 +383,7 @@ async def test_flush_sends_what_policy_does_not_and_says_how_far_it_is(tmp_path:
             0,
             [],
         )
-        assert (status["reachable"], status["problem"]) == (True, "")
+        assert (status["reachable"], status["problem"], status["conditional_put"]) == (True, "", True)
         assert status["bytes_sent"] >= size
         assert status["namespaces"]["run"]["newest_persisted"] == "step_1"
         assert 0 <= status["namespaces"]["run"]["newest_persisted_age_s"] < 100

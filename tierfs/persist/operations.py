@@ -276,9 +276,12 @@ class ObjectOperations:
         return await verify(self.registry, self.client, rel, progress)
 
     async def repair(self, rel: str, *, dry_run: bool, progress: Progress) -> dict[str, Any]:
-        """Make damaged copies good from good ones. See `tierfs.persist.repairing`."""
+        """Make damaged copies good from good ones. See `tierfs.persist.repairing`. Of everything: sweep as well."""
         work = Repair(self.registry, self.client, self.index, self.persister, self.hydration)
-        return await work.run(rel, dry_run=dry_run, progress=progress)
+        answer = await work.run(rel, dry_run=dry_run, progress=progress)
+        if not rel and not dry_run:
+            await self.persister.sweeper.sweep()
+        return answer
 
     async def adopt(self, rel: str, progress: Progress, *, force: bool = False) -> dict[str, Any]:
         """Make a step of a checkpoint that other means put at its place. See `tierfs.persist.importing`."""
