@@ -58,6 +58,7 @@ def test_the_order_of_a_listing_is_that_of_the_keys_and_unfinished_objects_are_h
     on_files.store.start_upload("unfinished")
     assert keys_of(on_files.store) == [".tierfs/kept", *keys]
     assert keys_of(on_files.store, ".tierfs/") == [".tierfs/kept"]
+    assert keys_of(on_files.store, f"{SCRATCH}/") == []
     with pytest.raises(ObjectError, match="unfinished objects"):
         put(on_files.store, f"{SCRATCH}/mine", b"x")
 

@@ -132,7 +132,7 @@ class FileTree:
         """Objects (and where `delimited`, prefixes) behind `after`, in the order of their keys' bytes, as S3 has it."""
         folder, _, _ = prefix.rpartition("/")
         parts = folder.split("/") if folder else []
-        if any(part in ("", ".", "..") for part in parts):
+        if any(part in ("", ".", "..") for part in parts) or f"{folder}/".startswith(f"{SCRATCH}/"):
             return
         try:
             with self.directory(parts) as fds:

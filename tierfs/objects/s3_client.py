@@ -24,7 +24,7 @@ _CONNECT_S = 5.0
 #: Connections kept beside those of transfers: for a listing or a small object meanwhile.
 _POOL_SPARE = 2
 #: A new client at most so often: a key that stays wrong must not make each request read files and ask for tokens.
-_RENEW_EVERY_S = 10.0
+RENEW_EVERY_S = 10.0
 _DEFAULT_REGION = "us-east-1"
 
 
@@ -52,7 +52,7 @@ class S3Clients:
     def renew(self, failed: Any) -> None:
         """The next call makes a new client, unless `failed` was already replaced or is quite new."""
         with self._lock:
-            if self._client is failed and time.monotonic() - self._made_at >= _RENEW_EVERY_S:
+            if self._client is failed and time.monotonic() - self._made_at >= RENEW_EVERY_S:
                 # Others may be using it still; its connections close with the last of them.
                 self._client = None
 
