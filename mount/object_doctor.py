@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mount.doctor import FAIL, OK, WARN, Finding
-from tierfs.errors import ObjectError, SettingsError, TierfsError
+from tierfs.errors import SettingsError, TierfsError
 from tierfs.objects.opening import StoreSettings, bucket_and_prefix, file_root, open_store
 from tierfs.objects.store import Capabilities, ObjectStore
 from tierfs.settings import Settings
@@ -69,20 +69,21 @@ def _probed(store: ObjectStore, about: str) -> Iterator[Finding]:
     if isinstance(found, Exception):
         yield Finding(CHECK, WARN, f"{about}: {_sentence(found)}", _advice(found))
         return
-    what = "reachable, written to and read back" if found.writable else "reachable, but can't be written to"
-    yield Finding(CHECK, OK if found.writable else WARN, f"{about} is {what}")
+    if not found.writable:
+        note = found.notes[0] if found.notes else "it can't be written to"
+        yield Finding(CHECK, WARN, f"{about} is reachable: {note}", "a mount can load from it; steps stay in RAM")
+        return
+    yield Finding(CHECK, OK, f"{about} is reachable, written to and read back")
     if found.conditional_put:
         yield Finding("conditional PUT", OK, "kept: two nodes that commit a step at once can't both win")
     else:
         yield Finding("conditional PUT", WARN, "ignored by this store", "let only one node write to it")
-    if not found.checksums:
+    if found.checksums:
+        yield Finding("checksums", OK, "the store checks what it is sent")
+    else:
         yield Finding(
             "checksums", WARN, "the store checks no CRC64NVME: bytes are checked when they are read back only"
         )
-    else:
-        yield Finding("checksums", OK, "the store checks what it is sent")
-    for note in found.notes:
-        yield Finding("object tier note", OK, note)
 
 
 def _sentence(error: Exception) -> str:
@@ -93,10 +94,6 @@ def _advice(error: Exception) -> str:
     text = _sentence(error)
     if "RequestTimeTooSkewed" in text or "skew" in text.lower():
         return "set this machine's clock (chronyd, systemd-timesyncd)"
-    if isinstance(error, ObjectError) and error.kind == "ObjectDenied":
-        return "see the credentials below and the policy of the bucket"
-    if isinstance(error, ObjectError) and error.kind == "ObjectStoreMissing":
-        return "make the bucket or directory, or correct the URL"
     return "a mount works meanwhile: steps stay in RAM and are sent once it can be reached"
 
 
