@@ -391,6 +391,9 @@ async def test_flush_sends_what_policy_does_not_and_says_how_far_it_is(tmp_path:
 
 async def test_what_can_not_be_flushed_is_named_with_the_reason(tmp_path: Path, store: Path) -> None:
     async with node(tmp_path, store, policy="none") as here:
+        nothing = await here.work.flush([], wait=True, progress=Told())
+        assert nothing == {"steps": 0, "bytes": 0, "already": 0, "failed": []}
+        assert await here.work.repair("", dry_run=False, progress=Told()) == {"checked": 0, "actions": []}
         await here.driver.save(STEP, 1)
         here.driver.mkdirs("run/step_2")
         await here.driver.write("run/step_2/__0_0.distcp", b"x")

@@ -24,7 +24,8 @@ class Selected:
 
 
 def select(registry: StepRegistry, rel: str) -> list[Selected]:
-    """The step of a path in one, or all steps below a namespace, by number. Raises PathRefused, NotFound."""
+    """The step of a path in one, or all steps below a namespace, by number. Raises PathRefused, NotFound; of
+    everything there may be none."""
     where = registry.names.locate(safe_relative(rel)) if rel else None
     if where is not None:
         record = registry.at_or_new(where)
@@ -36,7 +37,7 @@ def select(registry: StepRegistry, rel: str) -> list[Selected]:
         for record in registry.records.values()
         if not rel or record.manifest.namespace == rel or record.manifest.namespace.startswith(rel + "/")
     ]
-    if not found:
-        raise NotFound(f"there is no step below {rel or 'the mount'}; `tierfs ls` shows what there is")
+    if rel and not found:
+        raise NotFound(f"there is no step below {rel}; `tierfs ls` shows what there is")
     found.sort(key=lambda record: (record.manifest.namespace, record.manifest.number, record.manifest.step))
     return [Selected(record) for record in found]
