@@ -39,7 +39,13 @@ OBJECT_POINTS = (
     "delete:data",  # so is the data, the node files are not
 )
 
-_KNOWN = (*POINTS, *OBJECT_POINTS)
+STUB_POINTS = (
+    "evict:made",  # a stub is made, the file still has its name
+    "evict:replaced",  # the stub has the file's name, the manifest does not know yet
+    "populate:saved",  # the stubs of a step are there and noted, whoever looked got no answer yet
+)
+
+_KNOWN = (*POINTS, *OBJECT_POINTS, *STUB_POINTS)
 
 
 class CrashPoints:

@@ -1,6 +1,6 @@
-"""A keeper of a few lines: mounts, starts channel_daemon.py, and starts it again when it was killed.
+"""A keeper of a few lines: mounts, starts a daemon (channel_daemon.py), and starts it again when it was killed.
 
-    python channel_keeper.py BASE KIND PASSTHROUGH
+    python channel_keeper.py BASE KIND PASSTHROUGH [SCRIPT]
 
 It is a process of its own because a child that a user of the mount forks would close that user's files, and wait for
 the daemon that it is to become. The daemon's pid is in BASE/daemon.pid, its exit codes are in BASE/exits.
@@ -18,6 +18,7 @@ from pathlib import Path
 from mount.kernel_mount import read_far_ahead
 
 base, kind, passthrough = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+script = Path(__file__).with_name(sys.argv[4] if len(sys.argv) > 4 else "channel_daemon.py")
 fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
 options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other"
 libc = ctypes.CDLL(None, use_errno=True)
@@ -27,7 +28,7 @@ read_far_ahead(str(base / "mount"))
 mode = "fresh"
 while True:
     daemon = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("channel_daemon.py"), str(fd), base / "ram", mode, kind, passthrough],
+        [sys.executable, script, str(fd), base / "ram", mode, kind, passthrough],
         pass_fds=[fd],
     )
     (base / "daemon.pid.new").write_text(str(daemon.pid))
