@@ -100,7 +100,7 @@ class FileTree:
                         os.rename(source, name, src_dir_fd=source_fd, dst_dir_fd=fds[-1])
                     # All of them: a directory that another thread made may not be on disk yet.
                     for fd in reversed(fds):
-                        os.fsync(fd)
+                        sync_directory(fd)
                 return
             except FileExistsError:
                 raise ObjectExists(f"there is an object {key} in {self.root} already") from None
@@ -122,7 +122,7 @@ class FileTree:
                 with self.directory(parents_of) as fds:
                     for name in names:
                         self._unlink(name, fds[-1])
-                    os.fsync(_pruned(parents_of, fds))
+                    sync_directory(_pruned(parents_of, fds))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -237,6 +237,15 @@ def key_parts(key: str) -> list[str]:
     if key == SCRATCH or key.startswith(f"{SCRATCH}/"):
         raise ObjectError(f"the key {key!r} is where a directory's unfinished objects are; use another")
     return key.split("/")
+
+
+def sync_directory(fd: int) -> None:
+    """fsync(2) of a directory; some network file systems (CIFS, several FUSE ones) know none and need none."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def etag_of(info: os.stat_result) -> str:

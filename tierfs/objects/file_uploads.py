@@ -21,7 +21,7 @@ from typing import Any
 
 from tierfs.checksum import MIB
 from tierfs.errors import ObjectCorrupt, ObjectError, UploadMissing
-from tierfs.objects.file_tree import SCRATCH_PARTS, FileTree, etag_of, key_parts
+from tierfs.objects.file_tree import SCRATCH_PARTS, FileTree, etag_of, key_parts, sync_directory
 from tierfs.objects.store import PartInfo, SentPart, UnfinishedUpload
 
 _DATA, _ABOUT, _PARTS, _PART_SIZE = "data", "upload.json", "parts.jsonl", "part-size-"
@@ -59,7 +59,7 @@ class FileUploads:
                 os.close(data)
                 _append(fds[-1], _ABOUT, about)
                 for fd in reversed(fds):
-                    os.fsync(fd)
+                    sync_directory(fd)
         except OSError as error:
             raise self._tree.failure(error, "writing", key) from error
         return upload_id
@@ -76,7 +76,7 @@ class FileUploads:
                 os.close(data)
             line = {"number": number, "size": size_bytes, "crc64nvme": checksum, "file": file, "offset": offset}
             _append(fd, _PARTS, line)
-            os.fsync(fd)
+            sync_directory(fd)
             return _etag(checksum)
 
     def parts(self, key: str, upload_id: str) -> list[PartInfo]:
@@ -266,4 +266,4 @@ def _remove(scratch: int, upload_id: str) -> None:
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-    os.fsync(scratch)
+    sync_directory(scratch)
