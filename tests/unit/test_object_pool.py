@@ -17,7 +17,7 @@ import trio
 from scripted_store import SCRIPT, Script
 from upload_driver import FileJournal
 
-from conftest import wait_until
+from tests.conftest import wait_until
 from tierfs.checksum import CHUNK_BYTES, checksum_fd
 from tierfs.errors import (
     ObjectCorrupt,
@@ -470,6 +470,17 @@ async def test_a_read_beyond_the_end_of_the_file_it_is_for_is_refused(
             await pool.read_range(KEY, 0, CHUNK_BYTES, target)
         assert os.fstat(target).st_size == 0
     os.close(target)
+
+
+async def test_a_descriptor_that_is_closed_harms_nobody_else(settings: Settings) -> None:
+    fd = 1 << 30  # closed numbers are used again at once
+    async with running(settings) as pool:
+        await pool.put("run/a", b"x")
+        before = worker_pids()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await pool.read_range("run/a", 0, 1, fd)
+        await pool.put("run/a", b"x")
+        assert worker_pids() == before
 
 
 # --- trouble

@@ -77,9 +77,7 @@ class FileUpload:
     async def _send_parts(self, at_once: int, told: set[int]) -> SentFile:
         """`told` are parts that `on_sent` has heard of: it is told once, though a part may have to be sent anew."""
         if self._journal.upload_id:
-            finished = await self._take_stock(told)
-            if finished is not None:
-                return finished
+            await self._take_stock(told)
         else:
             said = await self._ask("start_upload", {"key": self._key})
             self._journal.started(said["upload_id"])
@@ -109,20 +107,14 @@ class FileUpload:
         said = await self._ask("put_part", {**arguments, **self._range(offset, length)}, fd=self._fd)
         self._note(number, said["etag"], said["chunks"])
 
-    async def _take_stock(self, told: set[int]) -> SentFile | None:
-        """What of an earlier attempt counts: the store's word, and for parts whose answer never came their content.
-
-        All of it may have been finished, and only the answer was lost: then the object.
-        """
+    async def _take_stock(self, told: set[int]) -> None:
+        """What of an earlier attempt counts: the store's word, and for parts whose answer never came their content."""
         try:
             there = await self._list_parts()
         except UploadMissing:
-            etag = "" if len(self._journal.parts) < self._parts else await self._find_finished()
-            if not etag:
+            if len(self._journal.parts) < self._parts:
                 raise
-            for number in range(1, self._parts + 1):
-                self._tell(number, told)
-            return self._sent(etag, self._noted_chunks())
+            there = {number: _as_listed(part) for number, part in self._journal.parts.items()}  # maybe it was finished
         if any(each.size_bytes != self._extent(number)[1] for number, each in self._journal.parts.items()):
             await self._abort()
             raise UploadMissing(f"the upload of {self._key} that was begun was of another size")
@@ -134,7 +126,6 @@ class FileUpload:
             if noted is None and (found is None or not await self._take_over(found)):
                 continue
             self._tell(number, told)
-        return None
 
     async def _list_parts(self) -> dict[int, PartInfo]:
         said = await self._ask("list_parts", {"key": self._key, "upload_id": self._journal.upload_id})
@@ -237,6 +228,10 @@ class FileUpload:
 
     def _sent(self, etag: str, chunks: list[int]) -> SentFile:
         return SentFile(etag, FileChecksum(self._size, _combined(chunks, self._size), tuple(chunks)))
+
+
+def _as_listed(part: SentPart) -> PartInfo:
+    return PartInfo(part.number, part.size_bytes, part.etag)
 
 
 def multipart_etag(parts: list[SentPart]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -149,6 +150,8 @@ class WorkerProcess:
                         data = data[await self._connection.sendmsg([data], rights) :]
                         rights = []
         except OSError as error:
+            if error.errno == errno.EBADF:  # the caller's descriptor: nothing was sent
+                raise
             self.kill()
             raise ObjectUnavailable(f"a worker process did not take a request: {error}") from None
         if data:
