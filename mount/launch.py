@@ -36,7 +36,7 @@ from mount.runtime import (
     write_record,
 )
 from mount.still_sending import end_sending, has_object_tier, is_unmounted
-from tierfs.errors import MountError
+from tierfs.errors import MountError, TierfsError
 from tierfs.ram.memory import total_memory_bytes
 from tierfs.settings import Settings
 from tierfs.settings_sources import load_settings, settings_from_json, settings_to_json, split_mount_options
@@ -248,6 +248,20 @@ def start_detached(
         told: dict[str, Any] = json.loads(instance.daemon_ready.read_text())
         return told
     return {}
+
+
+def object_tier_problem(prepared: Prepared) -> str:
+    """Of a mount that is just ready: why its object tier can't be used now, "" when it can, or nobody knows yet."""
+    from mount.cli.client import request
+
+    if not prepared.settings.object:
+        return ""
+    try:
+        status = request(prepared.instance, "status")
+    except TierfsError:
+        return ""
+    problem = (status.get("object") or {}).get("problem")
+    return f"warning: the object tier can't be used now, and steps stay in RAM: {problem}" if problem else ""
 
 
 def _hear_report(fd: int, timeout_s: float) -> dict[str, Any] | None:

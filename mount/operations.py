@@ -307,10 +307,14 @@ def _object_problems(objects: dict[str, Any] | None) -> list[dict[str, str]]:
         return []
     found: list[dict[str, str]] = list(objects.pop("problems", []))
     problem = objects.get("problem") or ""
-    if problem and not any(problem in each["message"] for each in found):
+    if problem:
         stuck = not objects.get("reachable", True) or any(each["state"] == "waiting" for each in objects["sending"])
-        severity = "error" if stuck else "warning"
-        found.insert(0, {"severity": severity, "message": f"the object tier {objects['url']}: {problem}", "path": ""})
+        told = [each for each in found if problem in each["message"]]
+        if not told:
+            told = [{"severity": "", "message": f"the object tier {objects['url']}: {problem}", "path": ""}]
+            found = told + found
+        for each in told:
+            each["severity"] = "error" if stuck else "warning"
     return found
 
 

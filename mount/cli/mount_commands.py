@@ -62,7 +62,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def run_mount(args: argparse.Namespace) -> int:
     from mount.keeper import keep, set_up_log
-    from mount.launch import LaunchFailed, prepare_mount, start_detached
+    from mount.launch import LaunchFailed, object_tier_problem, prepare_mount, start_detached
     from mount.processes import service_is_ready
     from tierfs.units import format_size
 
@@ -76,7 +76,7 @@ def run_mount(args: argparse.Namespace) -> int:
         if error.log_tail:
             print(f"the last lines of {error.log_path}:\n{error.log_tail}", file=sys.stderr)
         raise
-    for note in prepared.notes:
+    for note in [*prepared.notes, *filter(None, [object_tier_problem(prepared)])]:
         print(f"tierfs: {note}", file=sys.stderr)
     size = format_size(prepared.settings.size)
     passthrough = {True: ", passthrough on", False: ", passthrough off"}.get(said.get("passthrough", ""), "")

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _mount(given: argparse.Namespace) -> int:
-    from mount.launch import LaunchFailed, prepare_mount, start_detached
+    from mount.launch import LaunchFailed, object_tier_problem, prepare_mount, start_detached
     from mount.runtime import instance_name, real_mountpoint
     from tierfs.errors import MountError, SettingsError
     from tierfs.settings_sources import load_settings, split_mount_options
@@ -81,7 +81,7 @@ def _mount(given: argparse.Namespace) -> int:
         if error.log_tail:
             print(f"the last lines of {error.log_path}:\n{error.log_tail}", file=sys.stderr)
         raise
-    for note in prepared.notes:
+    for note in [*prepared.notes, *filter(None, [object_tier_problem(prepared)])]:
         print(f"mount.tierfs: {note}", file=sys.stderr)
     if given.verbose:
         print(f"mounted {prepared.instance.name} on {prepared.record.mountpoint}")

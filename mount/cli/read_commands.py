@@ -242,7 +242,8 @@ def render_stat(answer: dict[str, Any], screen: Any) -> str:
     if step:
         pinned = ", pinned" if step.get("pinned") else ""
         overwriting = ", being overwritten" if step.get("overwriting") else ""
-        summary = f"{step['state']}, {step['files']} files, {format_size(step['bytes'])}{pinned}{overwriting}"
+        files = f"{step['files']} file{'s' * (step['files'] != 1)}"
+        summary = f"{step['state']}, {files}, {format_size(step['bytes'])}{pinned}{overwriting}"
         facts.append(("step", f"{step['step']}: {summary}"))
         if step.get("object"):
             facts.append(("level", level_cell(step)))

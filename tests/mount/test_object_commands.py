@@ -135,7 +135,7 @@ def test_repair_mends_a_damaged_object_from_ram(tiered: ObjectRig) -> None:
 
 def test_an_unreachable_store_mounts_and_status_says_why_it_waits(tiered: ObjectRig) -> None:
     tiered.close_gate()
-    tiered.mount()
+    assert "warning: the object tier can't be used now" in tiered.mount().stderr
     step = tiered.write_step("step_5")
 
     def problems() -> list[str]:

@@ -337,6 +337,7 @@ class ObjectOperations:
             "deletions_owed": len(self.deletions.owed()),
             "sending": [self._describe_owed(record) for record in owed],
             "namespaces": self._namespaces(owed),
+            "problems": [*self.persister.problems(), *self.index.problems()],
         }
 
     def _describe_owed(self, record: StepRecord) -> dict[str, Any]:

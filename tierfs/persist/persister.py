@@ -250,7 +250,8 @@ class Persister:
         general = [failure for failure in failed.values() if failure.is_general]
         if general:
             next_s = max(0.0, min(failure.next_try for failure in general) - time.monotonic())
-            message = f"{len(general)} steps wait for the object tier: {general[0].message}"
+            who = "1 step waits" if len(general) == 1 else f"{len(general)} steps wait"
+            message = f"{who} for the object tier: {general[0].message}"
             message += f"; tried again in {format_duration(next_s)}"
             found.append({"severity": "warning", "message": message, "path": ""})
         for key, failure in failed.items():
