@@ -56,7 +56,8 @@ class Fetcher:
                 await self._check_left(part, chunk)
             if not part.is_good(chunk):
                 await self._room.for_chunk(part, chunk)
-                await self._bring(part, chunk, urgent=urgent)
+                self._room.transfers.add(fetch)
+                await self.bring(part, chunk, part.fd, urgent=urgent)
                 part.set(chunk, GOOD)
             self._room.used(part, chunk)
         except (TierfsError, OSError) as error:
@@ -71,12 +72,14 @@ class Fetcher:
                 with contextlib.suppress(OSError):
                     restore_times(part.fd, part.mark)
             part.fetches.pop(chunk, None)
+            self._room.transfers.discard(fetch)
             part.users -= 1
             self.settled(part)
             fetch.done.set()
             part.tell()
 
-    async def _bring(self, part: PartialFile, chunk: int, *, urgent: bool) -> None:
+    async def bring(self, part: PartialFile, chunk: int, fd: int, *, urgent: bool) -> None:
+        """Fetch the chunk into a file, and return once it is what was sealed. ObjectError, ChecksumMismatch, NoRoom."""
         if part.mark is None or part.object is None:
             raise ObjectError(f"nobody knows where the bytes of {part.where} are")
         expected = part.object.chunks[chunk]
@@ -86,7 +89,7 @@ class Fetcher:
                     part.mark.key,
                     chunk * CHUNK_BYTES,
                     part.length(chunk),
-                    part.fd,
+                    fd,
                     urgent=urgent,
                     retry_for_s=self._registry.settings.transfer.read_retry_for_s,
                 )

@@ -12,12 +12,14 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 
 from tierfs.checksum import CHUNK_BYTES
 from tierfs.errors import NoRoom, ObjectCorrupt, ObjectError, TierfsError
 from tierfs.hydrate import eviction
+from tierfs.hydrate.aside import Aside
 from tierfs.hydrate.fetching import Fetcher
 from tierfs.hydrate.partial import PartialFile
 from tierfs.hydrate.population import Population
@@ -36,6 +38,8 @@ FILL_AT_ONCE = 8
 FILLS_AT_ONCE = 32
 #: Fetched ahead of a program that reads on and on in a file that there is no room for.
 AHEAD = 3
+#: A program that has read so much without a jump reads on.
+READS_ON_BYTES = 4 << 20
 #: A program that closed the file may open it again: filling goes on for so long.
 GRACE_S = 10.0
 #: After the tier had no room for all of a file it is asked again at most so often.
@@ -70,6 +74,7 @@ class Hydration:
         self._room = HydrationRoom(registry, self.table)
         self._fetcher = Fetcher(registry, client, self._room)
         self._fetcher.settled = self._settled
+        self._aside = Aside(partial(self._fetcher.bring, urgent=True))
         self._fill_slots = trio.Semaphore(FILLS_AT_ONCE)
         self._soon = trio.Semaphore(SOON_AT_ONCE)
         self._ask_at: dict[int, float] = {}
@@ -133,6 +138,7 @@ class Hydration:
         part = self.table.get(ino)
         if part is not None:
             part.is_open = False
+            self._aside.drop(ino)
             part.left_at = trio.current_time()
 
     def times_set(self, ino: int, mtime_ns: int) -> None:
@@ -166,8 +172,11 @@ class Hydration:
             self._look_ahead(part, offset, size, chunks)
             part.pins.update(chunks)
             try:
-                while missing := [chunk for chunk in chunks if not part.is_good(chunk)]:
-                    await self._bring(part, missing, urgent=True)
+                try:
+                    while missing := [chunk for chunk in chunks if not part.is_good(chunk)]:
+                        await self._bring(part, missing, urgent=True)
+                except NoRoom:
+                    return await self._aside.read(part, offset, size)
                 for chunk in chunks:
                     if ino in self.table:
                         self._room.used(part, chunk)
@@ -215,14 +224,14 @@ class Hydration:
     def _look_ahead(self, part: PartialFile, offset: int, size: int, chunks: range) -> None:
         """What should come besides the chunks under this read."""
         part.cursor = chunks[0]
-        reads_on = part.read_end == offset and offset > 0
+        part.run_bytes = part.run_bytes + size if part.read_end == offset else size
         part.read_end = offset + size
         if part.filling or self._fetcher.nursery is None:
             return
         if trio.current_time() >= self._ask_at.get(part.ino, 0.0):
             self._ask_at[part.ino] = trio.current_time() + ASK_AGAIN_S
             self._fetcher.nursery.start_soon(self._fill_if_room, part)
-        elif reads_on:
+        elif part.run_bytes >= READS_ON_BYTES:
             for chunk in range(chunks[-1] + 1, min(chunks[-1] + 1 + AHEAD, part.count)):
                 if not part.is_good(chunk) and self._room.free_bytes >= part.length(chunk):
                     self._fetcher.start(part, chunk, urgent=True)

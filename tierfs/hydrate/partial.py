@@ -18,7 +18,7 @@ from tierfs.persist.object_manifest import ObjectFile
 MISSING, UNCHECKED, GOOD = 0, 1, 2
 
 
-@dataclass
+@dataclass(eq=False)
 class Fetch:
     """A chunk is being brought or given up; `error` is why that failed, once `done`."""
 
@@ -43,6 +43,7 @@ class PartialFile:
         "object",
         "pins",
         "read_end",
+        "run_bytes",
         "state",
         "users",
         "wants",
@@ -64,6 +65,7 @@ class PartialFile:
         self.wants = 0  # tasks that want all of it
         self.cursor = 0  # where the reader is: filling goes on from there
         self.read_end = 0  # the byte where the last read ended, to tell one who reads on
+        self.run_bytes = 0  # how much was read on and on without a jump
         self.filling = False
         self.fill_error: Exception | None = None
         self.changed = trio.Event()

@@ -40,6 +40,8 @@ class HydrationRoom:
         self._table = table
         self._limiter = trio.CapacityLimiter(4)
         self._promised_to: set[PartialFile] = set()
+        #: Chunks that have their room and are under way: once they are there they may be given up.
+        self.transfers: set[Fetch] = set()
         #: Chunks that are here, the longest unread first.
         self._unread: OrderedDict[tuple[int, int], None] = OrderedDict()
 
@@ -89,7 +91,7 @@ class HydrationRoom:
         """Give the chunk its memory. NoRoom where neither an eviction nor giving up others makes any."""
         needed = part.length(chunk)
         while part not in self._promised_to and self.free_bytes < needed:
-            if await self._give_up_one():
+            if await self._give_up_one() or await self._transfer_ended():
                 continue
             await self._evict(needed, part)
             if self.free_bytes < needed and not await self._give_up_one():
@@ -99,7 +101,7 @@ class HydrationRoom:
                 await self._give(part, chunk)
                 return
             except OSError:
-                if not await self._give_up_one():
+                if not await self._give_up_one() and not await self._transfer_ended():
                     break
         free = max(0, self._tier.usage().free_bytes)
         raise NoRoom(
@@ -153,6 +155,13 @@ class HydrationRoom:
             finally:
                 part.fetches.pop(chunk, None)
                 mine.done.set()
+            return True
+        return False
+
+    async def _transfer_ended(self) -> bool:
+        """Wait for one of the chunks under way. False when there is none."""
+        for fetch in self.transfers:
+            await fetch.done.wait()
             return True
         return False
 
