@@ -67,7 +67,9 @@ def put_step(objects: Path, namespace: str, step: str, files: dict[str, int], *,
     made = {inner: object_file(f"{namespace}/{step}/{inner}", size) for inner, size in files.items()}
     save_manifest(
         objects,
-        ObjectManifest(namespace, step, number, 1, 1.7e9, marker, made, ObjectDirectory(MTIME_NS, 0o755, 0, 0)),
+        ObjectManifest(
+            namespace, step, number, 1, 1.7e9, marker, made, ObjectDirectory(MTIME_NS, 0o755, 0, 0), CHUNK_BYTES
+        ),
     )
 
 
