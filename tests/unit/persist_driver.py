@@ -29,6 +29,7 @@ from tierfs.steps.object_tier import NoObjectTier
 from tierfs.steps.record import StepRecord
 
 WITHIN_S = 20
+PART_BYTES = 2000
 
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +40,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persister, "LOOK_AGAIN_S", 0.002)
     monkeypatch.setattr(persister, "TICK_S", 0.02)
     monkeypatch.setattr(committing, "YIELD_S", 5.0)
+    monkeypatch.setattr(committing, "SINGLE_PUT_BYTES", PART_BYTES)
 
 
 def settings(policy: str = "all", **values: Any) -> Settings:
@@ -131,7 +133,7 @@ def left_over(store: MemoryStore) -> list[str]:
     """Objects that belong to no committed step, and uploads that nobody finishes."""
     steps = listed(store)
     found = []
-    for key in store.objects:
+    for key in store.keys():
         step = next((step for step in steps if key.startswith(step + "/")), None)
         inner = key[len(step) + 1 :] if step is not None else ""
         if step is None or (not inner.startswith(".tierfs/") and inner not in manifest_of(store, step)["files"]):

@@ -244,6 +244,7 @@ class PersistMachine(RuleBasedStateMachine):
         try:
             for name in NODES:
                 self.trouble[name].fail_every = self.trouble[name].die_in = 0
+                self.nodes[name].restart()  # a death that never came must not come now
                 assert self.do(name, self.nodes[name].drain)
                 assert self.do(name, self.nodes[name].persister.sweeper.sweep)
             assert set(listed(self.store)) == set(self.saved)

@@ -21,7 +21,7 @@ import trio
 from tierfs.errors import ChecksumMismatch, ObjectCorrupt, ObjectError, ObjectExists, ObjectUnavailable, TierfsError
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import SINGLE_PUT_BYTES
-from tierfs.persist.layout import MANIFEST, file_key, inner_of, manifest_key, node_key, node_of, step_prefix
+from tierfs.persist.layout import MANIFEST, file_key, manifest_key, node_key, node_of
 from tierfs.persist.local_step import LocalStep, Superseded
 from tierfs.persist.object_manifest import (
     MAX_BYTES,
@@ -32,7 +32,7 @@ from tierfs.persist.object_manifest import (
     read_manifest,
 )
 from tierfs.persist.reporting import all_of
-from tierfs.persist.stored_step import StoredStep, look
+from tierfs.persist.stored_step import StoredStep, abort_uploads, look
 from tierfs.persist.upload_journal import StepJournal
 from tierfs.steps.registry import StepRegistry
 
@@ -77,6 +77,7 @@ class StepCommit:
     bytes_done: int = 0
     sent_bytes: int = 0
     _sent: dict[str, SentObject] = field(default_factory=dict)
+    _is_tidy: bool = False
 
     def __post_init__(self) -> None:
         self._key = self.local.namespace, self.local.step
@@ -92,8 +93,9 @@ class StepCommit:
         return committed
 
     def forget_journal(self) -> None:
-        """The commit is recorded: what the journal says is of no use any more."""
-        self._journal.drop()
+        """The commit is recorded: the journal is of no use any more, but to sweep what could not be aborted."""
+        if self._is_tidy:
+            self._journal.drop()
 
     async def _run(self, my_turn: Callable[[], Awaitable[None]]) -> Committed:
         local = self.local
@@ -325,12 +327,12 @@ class StepCommit:
 
     async def _abort_leftover_uploads(self) -> None:
         """After the commit an upload below the step is of no use to anybody."""
-        for inner, upload_id in self._journal.uploads():
-            with suppress(ObjectError):
-                await self.client.abort_upload(file_key(*self._key, inner), upload_id)
-        if all(entry.size_bytes < SINGLE_PUT_BYTES for entry in self.local.entries.values()):
-            return
+        known = self._journal.uploads()
+        is_in_parts = any(entry.size_bytes >= SINGLE_PUT_BYTES for entry in self.local.entries.values())
         with suppress(ObjectError), trio.move_on_after(TIDY_S):
-            for upload in await self.client.list_uploads(step_prefix(*self._key)):
-                if inner_of(self.registry.names, *self._key, upload.key) is not None:
-                    await self.client.abort_upload(upload.key, upload.upload_id)
+            for inner, upload_id in known:
+                await self.client.abort_upload(file_key(*self._key, inner), upload_id)
+            if is_in_parts:
+                # One that was begun when a daemon died is in nobody's journal.
+                await abort_uploads(self.client, self.registry.names, *self._key)
+            self._is_tidy = True

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import trio
 
-from tierfs.errors import ObjectError, PathRefused, TierfsError
+from tierfs.errors import ObjectDenied, PathRefused, TierfsError
 from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import BATCH_KEYS
-from tierfs.persist.layout import inner_of, is_own, manifest_key, step_prefix
+from tierfs.persist.layout import is_own, manifest_key
 from tierfs.persist.local_state import all_of_kind, state_path, write_whole
-from tierfs.persist.stored_step import look
+from tierfs.persist.stored_step import abort_uploads, look
 from tierfs.persist.upload_journal import StepJournal
 from tierfs.steps.names import safe_component, safe_relative
 from tierfs.steps.registry import StepRegistry
@@ -156,10 +156,8 @@ class Deletions:
                 await self._delete_keys([stored.objects[inner].key for inner in batch])
             self.registry.crash("delete:data")
             await self._delete_keys([stored.objects[inner].key for inner in own])
-        with contextlib.suppress(ObjectError):
-            for upload in await self.client.list_uploads(step_prefix(*key)):
-                if inner_of(self.registry.names, *key, upload.key) is not None:
-                    await self.client.abort_upload(upload.key, upload.upload_id)
+        with contextlib.suppress(ObjectDenied):  # not every key may list uploads, and the step itself is gone
+            await abort_uploads(self.client, self.registry.names, *key)
         StepJournal.open(self.registry.tier.meta, *key).drop()
 
     async def _delete_keys(self, keys: list[str]) -> None:

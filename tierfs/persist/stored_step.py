@@ -84,6 +84,13 @@ async def look(client: ObjectClient, names: StepNames, namespace: str, step: str
     return stored
 
 
+async def abort_uploads(client: ObjectClient, names: StepNames, namespace: str, step: str) -> None:
+    """Have the store forget all unfinished uploads of the step. ObjectError."""
+    for upload in await client.list_uploads(step_prefix(namespace, step)):
+        if inner_of(names, namespace, step, upload.key) is not None:
+            await client.abort_upload(upload.key, upload.upload_id)
+
+
 async def _read_manifest(client: ObjectClient, stored: StoredStep, namespace: str, step: str) -> None:
     try:
         data, _ = await client.get(manifest_key(namespace, step), most_bytes=MAX_BYTES)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import trio
 
-from tierfs.errors import ObjectError, PathRefused
+from tierfs.errors import ObjectError
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.deletions import Deletions
-from tierfs.persist.layout import MANIFEST, file_key, is_own
-from tierfs.persist.stored_step import look
+from tierfs.persist.layout import MANIFEST, is_own
+from tierfs.persist.stored_step import abort_uploads, look
 from tierfs.persist.upload_journal import StepJournal, all_journals
 from tierfs.persist.walking import step_directories
 from tierfs.steps.registry import Key, StepRegistry
@@ -81,12 +81,7 @@ class Sweeper:
 
     async def _drop(self, journal: StepJournal) -> None:
         """Nobody owes the step any more."""
-        for inner, upload_id in journal.uploads():
-            try:
-                key = file_key(journal.namespace, journal.step, inner)
-            except PathRefused:
-                continue
-            await self.client.abort_upload(key, upload_id)
+        await abort_uploads(self.client, self.registry.names, journal.namespace, journal.step)
         if not self._is_busy((journal.namespace, journal.step)):
             journal.drop()
 
