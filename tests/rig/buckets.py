@@ -84,6 +84,7 @@ class Bucket:
             manifest = json.loads(self.get(step + _MANIFEST) or b"{}")
             expected.update(f"{step}/{name}" for name in manifest["files"])
             expected[step + _MANIFEST] += 1
+        expected[".tierfs/tier.json"] += 1
         extra = [key for key in self.sizes() if key not in expected and "/.tierfs/nodes/" not in key]
         extra += [key for key in self._node_files() if key.split("/.tierfs/")[0] not in self.committed()]
         return extra + [f"upload of {key}" for key in self.uploads()]

@@ -63,7 +63,8 @@ class MemoryStore:
                 self.watch()
 
     def keys(self, prefix: str = "") -> list[str]:
-        return sorted(key for key in self.objects if key.startswith(prefix))
+        """Without what is kept of the tier as a whole."""
+        return sorted(key for key in self.objects if key.startswith(prefix) and not key.startswith(".tierfs/"))
 
 
 class MemoryClient:

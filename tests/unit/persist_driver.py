@@ -133,7 +133,7 @@ def left_over(store: MemoryStore) -> list[str]:
     """Objects that belong to no committed step, and uploads that nobody finishes."""
     steps = listed(store)
     found = []
-    for key in store.keys():
+    for key in store.keys(""):
         step = next((step for step in steps if key.startswith(step + "/")), None)
         inner = key[len(step) + 1 :] if step is not None else ""
         if step is None or (not inner.startswith(".tierfs/") and inner not in manifest_of(store, step)["files"]):

@@ -194,7 +194,7 @@ def _refused(error: Exception, what: str, action: str, url: str, endpoint: str) 
     ):
         return ObjectStoreMissing(f"{said}; the bucket is in another region: set s3.region")
     if code in _DENIED or code.startswith("KMS."):
-        return ObjectDenied(f"{said}; allow s3:{action} (docs/object-storage.md lists the permissions)")
+        return ObjectDenied(f"{said}; allow s3:{action} (docs/object-tier.md lists the permissions)")
     if code in _UPLOAD:
         return UploadMissing(said)
     if code in _EXISTS:
@@ -213,7 +213,7 @@ def _refused(error: Exception, what: str, action: str, url: str, endpoint: str) 
     if code in _UNAVAILABLE or status >= 500 or status < 300:
         return ObjectUnavailable(said)
     if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-        return ObjectDenied(f"{said}; allow s3:{action} (docs/object-storage.md lists the permissions)")
+        return ObjectDenied(f"{said}; allow s3:{action} (docs/object-tier.md lists the permissions)")
     return ObjectError(said)
 
 

@@ -19,6 +19,7 @@ from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.adoption import adopt, describe_anew, persisted_as
 from tierfs.persist.deletions import Deletions
+from tierfs.persist.identity import TierIdentity
 from tierfs.persist.layout import manifest_key
 from tierfs.persist.manifest_cache import ManifestCache
 from tierfs.persist.object_manifest import MAX_BYTES, ObjectManifest, read_manifest
@@ -55,6 +56,7 @@ class ObjectIndex:
         self.client = client
         self.deletions = deletions
         self.cache = ManifestCache(registry.tier.meta)
+        self.identity = TierIdentity(registry.tier.meta, client)
         self.problem = ""
         self._broken: dict[Key, str] = {}
         #: When this node itself changed a step there (monotonic): a listing that began before is out of date.
@@ -133,6 +135,8 @@ class ObjectIndex:
         async with self._refreshing:
             try:
                 seen = await self._look()
+                if not seen.etags:
+                    await self.identity.check()
             except ObjectError as error:
                 self.problem = f"the object tier can't be listed: {error.message}"
                 raise

@@ -19,6 +19,11 @@ def state_path(meta: Path, kind: str, namespace: str, step: str, suffix: str) ->
     return meta / _OBJECT / kind / escape_namespace(namespace) / (safe_component(step) + suffix)
 
 
+def object_path(meta: Path, name: str) -> Path:
+    """Of what is kept of the tier as a whole."""
+    return meta / _OBJECT / "tier" / name  # directly below it would pass for the manifest of a step
+
+
 def namespace_path(meta: Path, kind: str, namespace: str, suffix: str) -> Path:
     """Of what is kept by namespace."""
     return meta / _OBJECT / kind / (escape_namespace(namespace) + suffix)

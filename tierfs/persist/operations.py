@@ -324,7 +324,7 @@ class ObjectOperations:
             # A single success since, of many requests at a time, takes the last error back.
             "reachable": not problem,
             "problem": problem,
-            "conditional_put": self.persister.conditional_put,
+            "conditional_put": self.persister.endpoint.conditional_put,
             "concurrency": stats.concurrency,
             "requests": stats.requests,
             "retries": stats.retries,

@@ -26,6 +26,7 @@ from tierfs.errors import (
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.committing import YIELD_S, Committed, OlderThanCommitted, StepCommit, Yielding
 from tierfs.persist.deletions import Deletions
+from tierfs.persist.endpoint import Endpoint
 from tierfs.persist.index import ObjectIndex
 from tierfs.persist.local_step import LocalStep, Superseded
 from tierfs.persist.object_retention import StoredFacts, choose_deletions
@@ -114,8 +115,7 @@ class Persister:
         self._yielding_until: dict[Key, float] = {}
         #: Old names of steps that were renamed while part of them was only there.
         self._delete_after: dict[Key, Key] = {}
-        #: Whether the endpoint refuses to overwrite where it is asked to; None before it was probed.
-        self.conditional_put: bool | None = None
+        self.endpoint = Endpoint(client, index.identity)
         self._draining = 0
         self._wake = trio.Event()
         self._news = trio.Event()
@@ -257,7 +257,7 @@ class Persister:
         for key, failure in failed.items():
             if not failure.is_general:
                 found.append({"severity": failure.severity, "message": failure.message, "path": "/".join(key)})
-        if self.conditional_put is False:
+        if self.endpoint.conditional_put is False:
             message = "the object tier ignores conditional writes: only one node may persist to it"
             found.append({"severity": "warning", "message": message, "path": ""})
         return found
@@ -269,7 +269,7 @@ class Persister:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.deletions.run)
             nursery.start_soon(self.sweeper.run)
-            nursery.start_soon(self._probe_at_start)
+            nursery.start_soon(self.endpoint.probe_at_start)
             task_status.started()
             while True:
                 wake = self._wake = trio.Event()
@@ -295,7 +295,7 @@ class Persister:
                 self.client,
                 local,
                 self._node,
-                conditional_put=self.conditional_put is not False,
+                conditional_put=self.endpoint.conditional_put is not False,
                 yield_until=self._yielding_until.setdefault(record.key, time.monotonic() + YIELD_S),
             )
             run = _Run(record.key, record, commit, [other.finished for other in self._runs.values()])
@@ -331,8 +331,8 @@ class Persister:
 
         try:
             with run.scope:
-                await self._probe_once()
-                run.commit.conditional_put = self.conditional_put is not False
+                await self.endpoint.probe_once()
+                run.commit.conditional_put = self.endpoint.conditional_put is not False
                 committed = await run.commit.run(my_turn)
                 self._yielding_until.pop(key, None)
                 self._record(run, committed, time.monotonic() - began)
@@ -354,21 +354,6 @@ class Persister:
             self._runs.pop(key, None)
             run.finished.set()
             self._look_again()
-
-    async def _probe_at_start(self) -> None:
-        """So that what is missing is known before the first step is owed. What can't be reached is tried again then."""
-        try:
-            await self._probe_once()
-        except TierfsError as error:
-            log.warning("the object tier can't be used yet: %s", error.message, extra={"tier": "object"})
-
-    async def _probe_once(self) -> None:
-        """Before the first commit: what the endpoint can do."""
-        if self.conditional_put is None:
-            found = await self.client.probe()
-            self.conditional_put = found.conditional_put
-            for note in found.notes:
-                log.warning("%s", note, extra={"tier": "object"})
 
     def _record(self, run: _Run, committed: Committed, took_s: float) -> None:
         record, manifest = run.record, run.record.manifest
