@@ -95,6 +95,7 @@ def prepare_mount(
     place = real_mountpoint(mountpoint)
     settings = load_settings(config, os.environ, options, flags or {}, default_name=instance_name(place))
     instance = Instance(Path(os.path.realpath(settings.runtime_dir or default_parent())) / settings.name)
+    _check_object_tier(settings)
     notes = [*settings.warnings]
     may_send = is_running(instance) and is_unmounted(instance) and has_object_tier(instance)
     if may_send and end_sending(instance, within_s=SENDING_ENDS_WITHIN_S):
@@ -113,7 +114,6 @@ def prepare_mount(
         running = settings_from_json(instance.settings.read_text())
         return Prepared(instance, running, before, True, tuple(notes))
 
-    _check_object_tier(settings)
     if settings.size > (memory := total_memory_bytes()):
         notes.append(
             f"the RAM tier of {format_size(settings.size)} is larger than the memory there is, {format_size(memory)}: "

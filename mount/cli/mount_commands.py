@@ -135,6 +135,7 @@ def _flush(instance: Instance, args: argparse.Namespace) -> None:
     from mount.cli.object_commands import count_of, shown
     from mount.cli.progress import ProgressLine
     from mount.runtime import is_running
+    from mount.still_sending import is_unmounted
     from mount.unmounting import refuse_in_use
     from tierfs.errors import InstanceError, MountError
     from tierfs.settings_sources import settings_from_json
@@ -145,7 +146,8 @@ def _flush(instance: Instance, args: argparse.Namespace) -> None:
     settings = settings_from_json(instance.settings.read_text())
     if not settings.object or not settings.persist.flush_on_umount:
         return
-    if not args.lazy:
+    mounted = not is_unmounted(instance)
+    if mounted and not args.lazy:
         refuse_in_use(instance)
     timeout_s = settings.persist.flush_timeout_s if args.timeout is None else args.timeout
     try:
@@ -163,6 +165,6 @@ def _flush(instance: Instance, args: argparse.Namespace) -> None:
         why = f" ({done['problem']})" if done.get("problem") else ""
         lost = "are lost with --no-flush" if args.discard else "--no-flush unmounts without; the next mount sends them"
         raise MountError(
-            f"still mounted: within {timeout_s:g} s not all was sent{why}. Not durable yet: {names}{more}, "
-            f"{format_size(done['bytes_left'])}. `tierfs status` shows how it goes on; {lost}"
+            f"{'still mounted: ' * mounted}within {timeout_s:g} s not all was sent{why}. Not durable: {names}{more} "
+            f"({format_size(done['bytes_left'])}). `tierfs status` shows how it goes on; {lost}"
         )

@@ -319,3 +319,15 @@ def test_a_wrong_object_tier_is_refused_before_anything_is_mounted(stub: Rig, ur
     done = tierfs(*stub.mount_arguments(f"object={url}"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "object" in done.stderr, done.stderr
     assert not stub.is_mounted() and not stub.instance.directory.exists()
+
+
+def test_a_bucket_without_the_package_for_it_is_refused_with_what_to_install(
+    stub: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stub.directory / "boto3.py").write_text("raise ModuleNotFoundError('No module named boto3', name='boto3')")
+    monkeypatch.setenv("PYTHONPATH", str(stub.directory))
+    done = tierfs(*stub.mount_arguments("object=s3://bucket/ckpt"))
+    assert done.returncode == 2 and "pip install 'tierfs[s3]'" in done.stderr, done.stderr
+    assert not stub.is_mounted()
+    found = tierfs("doctor", "-o", "object=s3://bucket/ckpt")
+    assert found.returncode == 1 and "pip install 'tierfs[s3]'" in found.stdout

@@ -206,6 +206,8 @@ def test_after_a_plain_umount_the_daemon_stays_until_all_is_sent(tiered: ObjectR
     assert not tiered.real.is_mounted()
     wait_until(lambda: not ask("status", tiered.real.name, code=3)["mounted"], "status says that it is unmounted")
     assert "still sending what is owed" in tierfs("status", tiered.real.name).stdout
+    done = tierfs("umount", tiered.real.name, "--timeout", "0.5")
+    assert done.returncode == 1 and "run1/step_5" in done.stderr and "mounted" not in done.stderr
     tiered.open_gate()
     wait_until(lambda: not keeper_is_alive(tiered.real.instance), "the daemon has ended", timeout_s=60)
     assert tiered.is_committed("step_5")

@@ -348,6 +348,8 @@ def test_colour_only_on_a_terminal_without_no_color() -> None:
         (["tierfs", "config", ""], ["show", "check"]),
         (["tierfs", "config", "show", "--con"], ["--config"]),
         (["tierfs", "completion", "z"], ["zsh"]),
+        (["tierfs", "verify", "--tier", ""], ["ram", "object", "all"]),
+        (["tierfs", "flush", "--"], ["--all", "--wait", "--timeout"]),
         (["tierfs", "rm", ""], []),
     ],
 )
