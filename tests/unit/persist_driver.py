@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import trio
 from awscrt.checksums import crc64nvme
-from step_driver import Driver
 
 from rig.memory_client import MemoryClient, MemoryStore
 from tierfs.checksum import from_text
@@ -27,6 +26,7 @@ from tierfs.persist.persister import Persister
 from tierfs.settings import PersistSettings, Settings
 from tierfs.steps.object_tier import NoObjectTier
 from tierfs.steps.record import StepRecord
+from unit.step_driver import Driver
 
 WITHIN_S = 20
 PART_BYTES = 2000
