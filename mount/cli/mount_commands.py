@@ -86,8 +86,8 @@ def run_mount(args: argparse.Namespace) -> int:
 
 def run_umount(args: argparse.Namespace) -> int:
     from mount.ram_mount import discard_ram, stored_bytes
-    from mount.runtime import find_instance
-    from mount.still_sending import has_object_tier
+    from mount.runtime import find_instance, is_running
+    from mount.still_sending import has_object_tier, is_unmounted
     from mount.unmounting import forget_unknown_mount, unmount_instance, what_stays
     from tierfs.errors import MountError, NotFound
     from tierfs.units import format_size
@@ -99,17 +99,18 @@ def run_umount(args: argparse.Namespace) -> int:
             raise error from None
         print(f"unmounted {args.target}")
         return 0
+    still_sent = is_running(instance) and is_unmounted(instance)
     if not args.no_flush and (args.discard or not args.lazy):
-        _flush(instance, args)
+        _flush(instance, args, mounted=not still_sent)
     done = unmount_instance(
         instance,
         lazy=args.lazy,
         timeout_s=END_WITHIN_S if args.timeout is None else args.timeout,
-        must_be_mounted=not args.discard,
+        must_be_mounted=not args.discard and not still_sent,
         send=not (args.no_flush or args.discard),
     )
-    if done.mountpoint:
-        print(f"unmounted {done.mountpoint}")
+    if done.mountpoint or still_sent:
+        print(f"unmounted {done.mountpoint or instance.name}")
     if done.goes_on and args.discard:
         raise MountError(
             f"programs still use files of the mount: end them, then `tierfs umount --discard {instance.name}`"
@@ -129,13 +130,15 @@ def run_umount(args: argparse.Namespace) -> int:
     return 0
 
 
-def _flush(instance: Instance, args: argparse.Namespace) -> None:
-    """Sends what is owed to the object tier. MountError, and it stays mounted, when that is not all in time."""
+def _flush(instance: Instance, args: argparse.Namespace, *, mounted: bool) -> None:
+    """Sends what is owed to the object tier. MountError, and it stays mounted, when that is not all in time.
+
+    One that is no longer `mounted` sends of its own accord, and ends as soon as it is done.
+    """
     from mount.cli.client import request
     from mount.cli.object_commands import count_of, shown
     from mount.cli.progress import ProgressLine
     from mount.runtime import is_running
-    from mount.still_sending import is_unmounted
     from mount.unmounting import refuse_in_use
     from tierfs.errors import InstanceError, MountError
     from tierfs.settings_sources import settings_from_json
@@ -146,7 +149,6 @@ def _flush(instance: Instance, args: argparse.Namespace) -> None:
     settings = settings_from_json(instance.settings.read_text())
     if not settings.object or not settings.persist.flush_on_umount:
         return
-    mounted = not is_unmounted(instance)
     if mounted and not args.lazy:
         refuse_in_use(instance)
     timeout_s = settings.persist.flush_timeout_s if args.timeout is None else args.timeout
@@ -154,6 +156,8 @@ def _flush(instance: Instance, args: argparse.Namespace) -> None:
         with ProgressLine("sending") as line:
             done = request(instance, "drain", seconds=timeout_s, on_progress=line.show)
     except InstanceError as error:
+        if not mounted:
+            return
         raise MountError(
             f"what is owed to the object tier can't be sent: {error.message}; --no-flush unmounts without"
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mount.runtime import keeper_is_alive, read_process
+from mount.runtime import read_process
 from tests.conftest import wait_until
 from tests.mount.keeper_rig import Rig, rig, tierfs
 
@@ -209,7 +209,9 @@ def test_after_a_plain_umount_the_daemon_stays_until_all_is_sent(tiered: ObjectR
     done = tierfs("umount", tiered.real.name, "--timeout", "0.5")
     assert done.returncode == 1 and "run1/step_5" in done.stderr and "mounted" not in done.stderr
     tiered.open_gate()
-    wait_until(lambda: not keeper_is_alive(tiered.real.instance), "the daemon has ended", timeout_s=60)
+    done = tierfs("umount", tiered.real.name, "--timeout", "60", timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    tiered.real.wait_for_end()
     assert tiered.is_committed("step_5")
 
 
