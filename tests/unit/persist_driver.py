@@ -19,7 +19,7 @@ from awscrt.checksums import crc64nvme
 from rig.memory_client import MemoryClient, MemoryStore
 from tierfs.checksum import from_text
 from tierfs.objects.client import ObjectClient
-from tierfs.persist import committing, deletions, persister
+from tierfs.persist import committing, deletions, persister, putting_off
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.index import ObjectIndex
 from tierfs.persist.persister import Persister
@@ -34,7 +34,7 @@ PART_BYTES = 2000
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a person would not notice."""
-    for module in (persister, deletions):
+    for module in (putting_off, deletions):
         monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.002)
         monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(persister, "LOOK_AGAIN_S", 0.002)

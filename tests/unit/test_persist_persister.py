@@ -211,7 +211,7 @@ async def test_what_fails_is_put_off_and_told_once(node: Node, store: MemoryStor
     for number in (1, 2, 3):
         await node.driver.save(f"run/step_{number}", number)
     async with node.running():
-        await until(lambda: len(node.persister._failures) == 3, "all were tried")
+        await until(lambda: len(node.persister.put_off) == 3, "all were tried")
         problems = node.persister.problems()
         assert len(problems) == 1 and "3 steps wait" in problems[0]["message"] and "s3:PutObject" in str(problems)
         progress = node.persister.progress(node.record("run/step_1"))

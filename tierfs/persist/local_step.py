@@ -10,6 +10,7 @@ from pathlib import Path
 import trio
 
 from tierfs.checksum import from_text, to_text
+from tierfs.errors import TierfsError
 from tierfs.persist.layout import file_key, is_own
 from tierfs.persist.object_manifest import MODE_BITS, ObjectDirectory, ObjectFile
 from tierfs.steps.manifest import FileEntry
@@ -55,8 +56,10 @@ class LocalStep:
         return sum(entry.size_bytes for entry in self.entries.values())
 
     async def read(self) -> None:
-        """Look at every file. Raises PathRefused for a name that no object can have, Superseded."""
+        """Look at every file. Raises PathRefused for a name that no object can have, Superseded, TierfsError."""
         known = dict(self.record.manifest.files)
+        if not self.record.manifest.populated or not known:
+            raise TierfsError(f"{self.record.rel} has no file in this mount, so there is nothing to persist")
         for inner in known:
             if not is_own(inner):
                 file_key(self.namespace, self.step, inner)

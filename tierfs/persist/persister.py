@@ -14,13 +14,6 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.errors import (
-    ChecksumMismatch,
-    ObjectDenied,
-    ObjectStoreFull,
-    ObjectStoreMissing,
-    ObjectThrottled,
-    ObjectUnavailable,
-    PathRefused,
     TierfsError,
 )
 from tierfs.objects.client import ObjectClient
@@ -31,6 +24,7 @@ from tierfs.persist.index import ObjectIndex
 from tierfs.persist.local_step import LocalStep, Superseded
 from tierfs.persist.object_retention import StoredFacts, choose_deletions
 from tierfs.persist.policy import Policy
+from tierfs.persist.putting_off import PutOff
 from tierfs.persist.sweeping import Sweeper
 from tierfs.steps.manifest import Persisted
 from tierfs.steps.record import StepRecord
@@ -41,15 +35,10 @@ log = logging.getLogger("tierfs.persist")
 
 #: Steps whose files are in flight at a time. They are committed in the order in which they began.
 STEPS_AT_ONCE = 2
-#: After a failure: doubled up to the second figure, with up to half as much again at random.
-FIRST_PAUSE_S = 5.0
-LONGEST_PAUSE_S = 300.0
 #: Another node is at the same step, or the step changed: look again soon.
 LOOK_AGAIN_S = 1.0
 #: What nobody tells of (a program closes its last file) is looked at so often.
 TICK_S = 1.0
-#: These concern the whole store: `problems` tells of them once, not once a step.
-GENERAL = (ObjectDenied, ObjectStoreMissing, ObjectStoreFull, ObjectUnavailable, ObjectThrottled)
 
 
 @dataclass(frozen=True)
@@ -61,17 +50,6 @@ class StepProgress:
     bytes_total: int
     error: str = ""
     next_try_at: float = 0.0
-
-
-@dataclass
-class _Failure:
-    message: str = ""
-    is_general: bool = False
-    severity: str = "warning"
-    attempts: int = 0
-    next_try: float = 0.0
-    next_try_at: float = 0.0
-    failed_at: float = 0.0
 
 
 @dataclass
@@ -111,7 +89,7 @@ class Persister:
         self._hydrate = hydrate
         self._is_stub = is_stub
         self._runs: dict[Key, _Run] = {}
-        self._failures: dict[Key, _Failure] = {}
+        self.put_off = PutOff()
         self._yielding_until: dict[Key, float] = {}
         #: Old names of steps that were renamed while part of them was only there.
         self._delete_after: dict[Key, Key] = {}
@@ -130,7 +108,7 @@ class Persister:
             manifest.generation = max(manifest.generation, self.index.generation_there(record.key) + 1)
         why = self.policy.why_owed(record)
         manifest.owed = (manifest.owed or why) if why else ""
-        self._failures.pop(record.key, None)
+        self.put_off.forget(record.key)
         self._look_again()
 
     def changed(self, record: StepRecord) -> None:
@@ -174,7 +152,7 @@ class Persister:
         run = self._runs.get(key)
         if run is not None:
             run.scope.cancel()
-        self._failures.pop(key, None)
+        self.put_off.forget(key)
         there = self.index.generation_there(key) > 0
         known = record is not None and (record.manifest.persisted is not None or bool(record.manifest.owed))
         if self.registry.settings.for_namespace(key[0]).persist.protected:
@@ -191,7 +169,7 @@ class Persister:
         if record.is_persisted or not record.is_complete:
             return
         record.manifest.owed = "demand" if why == "demand" else record.manifest.owed or why
-        self._failures.pop(record.key, None)
+        self.put_off.forget(record.key)
         self.registry.save_or_later(record)
         self._look_again()
 
@@ -218,7 +196,7 @@ class Persister:
         run = self._runs.get(record.key)
         if run is not None:
             return StepProgress("sending", min(run.commit.bytes_done, total), total)
-        failure = self._failures.get(record.key)
+        failure = self.put_off.failure(record.key)
         if failure is not None and failure.message:
             return StepProgress("waiting", 0, total, failure.message, failure.next_try_at)
         return StepProgress("owed", 0, total)
@@ -245,18 +223,7 @@ class Persister:
 
     def problems(self) -> list[dict[str, str]]:
         """For `status`: what keeps owed steps from the object tier, what concerns all of them in one line."""
-        found = self.deletions.problems()
-        failed = {key: failure for key, failure in self._failures.items() if failure.message}
-        general = [failure for failure in failed.values() if failure.is_general]
-        if general:
-            next_s = max(0.0, min(failure.next_try for failure in general) - time.monotonic())
-            who = "1 step waits" if len(general) == 1 else f"{len(general)} steps wait"
-            message = f"{who} for the object tier: {general[0].message}"
-            message += f"; tried again in {format_duration(next_s)}"
-            found.append({"severity": "warning", "message": message, "path": ""})
-        for key, failure in failed.items():
-            if not failure.is_general:
-                found.append({"severity": failure.severity, "message": failure.message, "path": "/".join(key)})
+        found = [*self.deletions.problems(), *self.put_off.problems()]
         if self.endpoint.conditional_put is False:
             message = "the object tier ignores conditional writes: only one node may persist to it"
             found.append({"severity": "warning", "message": message, "path": ""})
@@ -308,8 +275,7 @@ class Persister:
             return TICK_S
         if record.writers or record.lock.locked() or any(not entry.sealed for entry in record.manifest.files.values()):
             return TICK_S
-        failure = self._failures.get(record.key)
-        pause_s = failure.next_try - time.monotonic() if failure is not None else 0.0
+        pause_s = self.put_off.pause_s(record.key)
         settings = self.registry.settings.for_namespace(record.manifest.namespace)
         if self._draining or record.manifest.owed == "demand" or settings.durability.commit == "object":
             return pause_s
@@ -317,7 +283,7 @@ class Persister:
 
     def _order(self, record: StepRecord) -> tuple[bool, float, float, Key]:
         """Those asked for first; what failed after what did not, the one that failed longest ago first."""
-        failure = self._failures.get(record.key)
+        failure = self.put_off.failure(record.key)
         failed_at = failure.failed_at if failure is not None else 0.0
         return record.manifest.owed != "demand", failed_at, record.manifest.completed_at or 0.0, record.key
 
@@ -337,19 +303,17 @@ class Persister:
                 self._yielding_until.pop(key, None)
                 self._record(run, committed, time.monotonic() - began)
         except Superseded:
-            self._fail(key, "", LOOK_AGAIN_S)
+            self.put_off.for_now(key, LOOK_AGAIN_S)
         except Yielding as error:
             log.info("%s", error.message, extra=self._extra(key))
-            self._fail(key, "", LOOK_AGAIN_S * random.uniform(1.0, 3.0))
+            self.put_off.for_now(key, LOOK_AGAIN_S * random.uniform(1.0, 3.0))
         except OlderThanCommitted as error:
             self._give_up(record, error.message)
-        except (PathRefused, ChecksumMismatch) as error:
-            self._fail(key, error.message, LONGEST_PAUSE_S, severity="error")
         except TierfsError as error:
-            self._fail(key, error.message, None, is_general=isinstance(error, GENERAL))
+            self.put_off.failed(key, error)
         except Exception as error:
             log.exception("persisting a step failed; tried again later", extra=self._extra(key))
-            self._fail(key, f"persisting failed: {error}", None)
+            self.put_off.failed(key, error)
         finally:
             self._runs.pop(key, None)
             run.finished.set()
@@ -360,7 +324,7 @@ class Persister:
         self.index.committed(committed.manifest, committed.etag)
         if self.registry.records.get(run.key) is not record:
             return  # it was removed or renamed just now, and its deletion is owed
-        self._failures.pop(record.key, None)
+        self.put_off.forget(record.key)
         manifest.persisted = Persisted(
             generation=run.commit.local.generation,
             etag=committed.etag,
@@ -386,26 +350,6 @@ class Persister:
             self._leaves(old, None, "moved")
         self.delete_surplus(manifest.namespace)
         self.registry.make_room(0)
-
-    def _fail(
-        self, key: Key, message: str, pause_s: float | None, *, severity: str = "warning", is_general: bool = False
-    ) -> None:
-        """Put a step off: for `pause_s`, or with growing pauses."""
-        failure = self._failures.setdefault(key, _Failure())
-        if pause_s is None:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failure.attempts, 16)) * random.uniform(1.0, 1.5)
-            failure.attempts += 1
-        failure.message, failure.severity, failure.is_general = message, severity, is_general
-        failure.next_try, failure.next_try_at = time.monotonic() + pause_s, time.time() + pause_s
-        if message:
-            failure.failed_at = time.monotonic()
-            log.log(
-                logging.ERROR if severity == "error" else logging.WARNING,
-                "not persisted yet, tried again in %s: %s",
-                format_duration(pause_s),
-                message,
-                extra=self._extra(key),
-            )
 
     def _give_up(self, record: StepRecord, message: str) -> None:
         """The object tier has what is newer: nobody owes it this."""
