@@ -46,6 +46,9 @@ INIT_WITHIN_S = 30.0
 DRAIN_S = 20.0
 #: How long a fresh mount waits for the object tier's first listing before it calls itself ready.
 LISTED_WITHIN_S = 10.0
+LOOK_S = 0.1
+#: After so many attempts that failed the store is taken for unreachable for now.
+MOST_RETRIES = 3
 #: READ requests of programs that wait for the object tier hold a task each; others must find one free.
 MOST_TASKS = 1000
 
@@ -165,14 +168,19 @@ class Daemon:
             while self.channel.info().proto == (0, 0):  # noqa: ASYNC110 - the answer passes through C
                 await trio.sleep(0.002)
         if self.objects is not None and not self.takeover:
-            # So that `latest` is right for whoever waited for the mount.
-            with trio.move_on_after(LISTED_WITHIN_S):
-                await self._listed.wait()
+            await self._wait_for_listing()
         self.registry.tell_untold()
         info = self.channel.info()
         said = {"resend": info.resend, "passthrough": info.passthrough, "channel": info.kind, "reason": info.reason}
         with suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(said) + "\n")
+
+    async def _wait_for_listing(self) -> None:
+        """So that `latest` is right for whoever waited for the mount; not where the store can't be reached."""
+        with trio.move_on_after(LISTED_WITHIN_S):
+            while not self._listed.is_set() and self.workers is not None and self.workers.stats.retries < MOST_RETRIES:
+                with trio.move_on_after(LOOK_S):
+                    await self._listed.wait()
 
     async def _stop_when_asked(self, nursery: trio.Nursery) -> None:
         """SIGTERM: take the mount out of the tree, let open files end, then go. A second one: go at once."""
