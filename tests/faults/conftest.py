@@ -13,8 +13,10 @@ import pytest
 
 from rig.fixtures import PLAIN_DIRECTORY, pytest_runtest_makereport, scratch
 from rig.instance import Instance, mounted
+from rig.object_fixtures import bucket, mount, proxy
+from rig.s3_servers import seaweedfs_server
 
-__all__ = ["pytest_runtest_makereport", "scratch"]
+__all__ = ["bucket", "mount", "proxy", "pytest_runtest_makereport", "scratch", "seaweedfs_server"]
 
 
 @pytest.fixture

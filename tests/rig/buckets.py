@@ -78,14 +78,19 @@ class Bucket:
         return steps
 
     def leftovers(self) -> list[str]:
-        """Objects and uploads that belong to no committed step."""
+        """Objects and uploads that belong to no committed step, nor to the tier as a whole.
+
+        The scratch object of a node that was killed while it probed the store may lie there for a day.
+        """
         expected: Counter[str] = Counter()
         for step in self.check_whole():
             manifest = json.loads(self.get(step + _MANIFEST) or b"{}")
             expected.update(f"{step}/{name}" for name in manifest["files"])
             expected[step + _MANIFEST] += 1
         expected[".tierfs/tier.json"] += 1
-        extra = [key for key in self.sizes() if key not in expected and "/.tierfs/nodes/" not in key]
+        of_the_tier = (".tierfs/tier.json", ".tierfs/probe-")
+        others = [key for key in self.sizes() if not key.startswith(of_the_tier)]
+        extra = [key for key in others if key not in expected and "/.tierfs/nodes/" not in key]
         extra += [key for key in self._node_files() if key.split("/.tierfs/")[0] not in self.committed()]
         return extra + [f"upload of {key}" for key in self.uploads()]
 

@@ -53,13 +53,14 @@ class Rule:
     """Which requests it is for, how often, and what happens to them.
 
     `method` is a regular expression for all of the method, `path` for a part of the target as it was sent (path and
-    query, percent-encoded). The first `skip` that match pass, then it holds for `times` (None: for ever), each with
-    `probability`. `hits` counts those it was used for.
+    query, percent-encoded), `range` for all of the Range header ("" without one). The first `skip` that match pass,
+    then it holds for `times` (None: for ever), each with `probability`. `hits` counts those it was used for.
     """
 
     action: Action
     method: str = ".*"
     path: str = ""
+    range: str = ".*"
     times: int | None = 1
     skip: int = 0
     probability: float = 1.0
@@ -180,9 +181,9 @@ class FaultProxy:
             found = list(self.log)
         return [each for each in found if re.fullmatch(method, each.method) and re.search(path, each.path)]
 
-    def whole_bodies(self) -> Counter[tuple[str, int]]:
+    def whole_bodies(self, path: str = "") -> Counter[tuple[str, int]]:
         """How often the server got all bytes of an object (part 0) or of a part, by path and number."""
-        puts = self.exchanges("PUT")
+        puts = self.exchanges("PUT", path)
         return Counter((each.path, each.part) for each in puts if each.length and each.request_bytes == each.length)
 
     # ------------------------------------------------------------------ connections
@@ -207,10 +208,11 @@ class FaultProxy:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(_Connection(self, client, stopping).serve)
 
-    def _rule_for(self, method: str, target: str) -> Rule | None:
+    def _rule_for(self, method: str, target: str, asked_range: str) -> Rule | None:
         with self._lock:
             for rule in self.rules:
-                if rule.times == 0 or not re.fullmatch(rule.method, method) or not re.search(rule.path, target):
+                is_meant = re.fullmatch(rule.method, method) and re.search(rule.path, target)
+                if rule.times == 0 or not is_meant or not re.fullmatch(rule.range, asked_range):
                     continue
                 if rule.skip > 0:
                     rule.skip -= 1
@@ -291,7 +293,7 @@ class _Connection:
         headers = header_fields(lines)
         url = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-        rule = self.proxy._rule_for(method, target)
+        rule = self.proxy._rule_for(method, target, headers.get("range", ""))
         fault = rule.action if rule else ""
         length = int(headers.get("content-length", 0))
         exchange = Exchange(time.time(), method, unquote(url.path), query, headers, fault, length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from rig.buckets import Bucket
 from rig.fault_proxy import FaultProxy
-from rig.instance import Instance, mounted, wait_until
+from rig.instance import Instance, wait_until
 from rig.s3_servers import S3Server
 
 BUCKET = "checkpoints"
@@ -39,16 +39,18 @@ def proxy(seaweedfs_server: S3Server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def mount(
     scratch: Path, bucket: Bucket, proxy: FaultProxy, seaweedfs_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> Mount:
+) -> Iterator[Mount]:
     """`mount(size="1G", name="a", **options)`: a context with an instance whose object tier is the bucket, through the
     proxy. Options replace those here; `_` in their names stands for the first `.`: `persist_policy="every"`.
 
-    Nothing that a failed test leaves owed is waited for.
+    After a failure the instances stay until its report has their logs.
     """
     for name, value in seaweedfs_server.environment().items():
         monkeypatch.setenv(name, value)
+    instances: list[Instance] = []
 
-    def mount(*, size: str = "1G", name: str = "a", **options: str) -> AbstractContextManager[Instance]:
+    @contextmanager
+    def mount(*, size: str = "1G", name: str = "a", **options: str) -> Iterator[Instance]:
         given = {key.replace("_", ".", 1) if key != "object" else key: value for key, value in options.items()}
         unique = f"object-{uuid.uuid4().hex[:8]}-{name}"
         defaults = {
@@ -59,9 +61,16 @@ def mount(
             "persist.settle_s": "0.2",
             "persist.flush_timeout_s": "20",
         }
-        return mounted(scratch / unique, unique, size=size, options={**defaults, **given})
+        instance = Instance(scratch / unique / "ckpt", unique, size=size, options={**defaults, **given})
+        instances.append(instance)
+        instance.mount()
+        yield instance
+        instance.discard()
+        instances.remove(instance)
 
-    return mount
+    yield mount
+    for instance in instances:
+        instance.discard()
 
 
 def levels(instance: Instance, namespace: str = "run") -> dict[str, str]:
