@@ -20,11 +20,12 @@ from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import BATCH_KEYS
 from tierfs.persist.layout import is_own, manifest_key
-from tierfs.persist.local_state import all_of_kind, state_path, write_whole
+from tierfs.persist.local_state import all_of_kind, state_path
 from tierfs.persist.stored_step import abort_uploads, look
 from tierfs.persist.upload_journal import StepJournal
 from tierfs.steps.names import safe_component, safe_relative
 from tierfs.steps.registry import StepRegistry
+from tierfs.whole_files import write_whole
 
 log = logging.getLogger("tierfs.persist")
 

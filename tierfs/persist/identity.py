@@ -15,7 +15,8 @@ from pathlib import Path
 from tierfs.errors import ObjectExists, ObjectMissing, ObjectStoreMissing
 from tierfs.json_fields import Fields, Wrong
 from tierfs.objects.client import ObjectClient
-from tierfs.persist.local_state import object_path, write_whole
+from tierfs.persist.local_state import object_path
+from tierfs.whole_files import write_whole
 
 log = logging.getLogger("tierfs.persist")
 

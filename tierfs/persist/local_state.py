@@ -5,8 +5,6 @@ They lie in `meta/%object/<kind>/<namespace>/<step><suffix>`; '%' keeps them apa
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,27 +25,6 @@ def object_path(meta: Path, name: str) -> Path:
 def namespace_path(meta: Path, kind: str, namespace: str, suffix: str) -> Path:
     """Of what is kept by namespace."""
     return meta / _OBJECT / kind / (escape_namespace(namespace) + suffix)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a successor finds it as it was or as it is now. Raises OSError (ENOSPC)."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd = os.open(unfinished, flags, 0o600)
-    except FileNotFoundError:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(unfinished, flags, 0o600)
-    try:
-        with open(fd, "wb", buffering=0) as file:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) or 0 :]
-        unfinished.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
 
 
 def all_of_kind(meta: Path, kind: str, suffix: str) -> Iterator[Path]:

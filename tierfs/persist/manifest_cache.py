@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 
 from tierfs.errors import ObjectCorrupt
-from tierfs.persist.local_state import state_path, write_whole
+from tierfs.persist.local_state import state_path
 from tierfs.persist.object_manifest import MAX_BYTES, ObjectManifest, read_manifest
+from tierfs.whole_files import write_whole
 
 log = logging.getLogger("tierfs.persist")
 

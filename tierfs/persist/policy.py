@@ -13,10 +13,11 @@ import os
 from dataclasses import dataclass
 
 from tierfs.json_fields import Fields, Wrong, refuse_constant
-from tierfs.persist.local_state import namespace_path, write_whole
+from tierfs.persist.local_state import namespace_path
 from tierfs.settings import PersistSettings
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
+from tierfs.whole_files import write_whole
 
 log = logging.getLogger("tierfs.persist")
 

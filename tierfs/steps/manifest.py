@@ -20,6 +20,7 @@ from tierfs.checksum import from_text
 from tierfs.errors import ManifestDamaged, PathRefused
 from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.steps.names import escape_namespace, safe_component, safe_relative
+from tierfs.whole_files import UNFINISHED, write_whole
 
 VERSION = 2
 #: Version 1 knew nothing of the object tier.
@@ -27,7 +28,6 @@ _KNOWN_VERSIONS = (1, 2)
 #: A step of 100,000 files has a manifest of about 15 MB; what is above this is not one of ours.
 MAX_BYTES = 256 << 20
 _SUFFIX = ".json"
-_UNFINISHED = ".tmp"
 
 State = Literal["writing", "complete", "abandoned"]
 STATES = ("writing", "complete", "abandoned")
@@ -122,24 +122,9 @@ def manifest_path(meta: Path, namespace: str, step: str) -> Path:
 def save_manifest(meta: Path, manifest: Manifest) -> None:
     """Write the manifest, replacing an earlier one at once. Raises OSError (ENOSPC: the old one stays)."""
     path = manifest_path(meta, manifest.namespace, manifest.step)
-    # One name a thread: two threads that save the same step don't write into one file.
-    unfinished = path.parent / f".{manifest.step}.{threading.get_native_id()}{_UNFINISHED}"
     data = json.dumps(_as_json(manifest), separators=(",", ":"), allow_nan=False).encode("ascii")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        fd = os.open(unfinished, flags, 0o600)
-    except FileNotFoundError:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(unfinished, flags, 0o600)
-    try:
-        with open(fd, "wb", buffering=0) as file:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) or 0 :]
-        unfinished.rename(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    # Two threads that save the same step don't write into one file.
+    write_whole(path, data, writer=str(threading.get_native_id()))
 
 
 def delete_manifest(meta: Path, namespace: str, step: str) -> None:
@@ -198,7 +183,7 @@ def load_all(meta: Path) -> tuple[list[Manifest], list[ManifestProblem]]:
 
 def remove_unfinished(meta: Path) -> int:
     """Remove what interrupted saves left; how many. Only at start, while nothing saves."""
-    found = _manifest_files(meta, _UNFINISHED, hidden=True)
+    found = _manifest_files(meta, UNFINISHED, hidden=True)
     for path in found:
         path.unlink(missing_ok=True)
     return len(found)
