@@ -795,6 +795,7 @@ async def test_checksums_come_by_themselves_and_a_flipped_byte_is_found(driver: 
             "bytes": sum(entry.size_bytes for entry in files.values()),
             "bad": [],
             "unsealed": 0,
+            "stubs": 0,
         }
         assert driver.steps.xattrs(f"{STEP}/__0_0.distcp", path.stat())["user.tierfs.checksum"].startswith(
             b"crc64nvme:"
