@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from rig.kills import kill_daemon, kill_keeper_and_daemon, kill_worker
 from rig.object_fixtures import Mount, levels, wait_persisted
 from rig.ranks import run_ranks
 
-SIZE = 150 * MIB  # two shards just above 64 MiB, so two parts each
+SIZE = 75 * MIB  # one shard just above 64 MiB, so two parts
 
 
 @pytest.fixture
@@ -40,18 +41,18 @@ def test_killed_at_random_moments_of_an_upload(
     with mount(retention_ram_steps="1") as instance:
         root = instance.mountpoint / "run"
         root.mkdir()
-        run_ranks(save_steps, root, [1], SIZE)
+        run_ranks(save_steps, root, [1], SIZE, world=1)
         begin = time.monotonic()
         wait_persisted(instance, "step_1")
         upload_s = time.monotonic() - begin
-        newest, left = 1, kills
-        while left:
+        newest, hits = 1, Counter({1: 0})  # kills during the upload of each step
+        while hits.total() < kills:
             if levels(instance).get(f"step_{newest}") == "object":
                 newest += 1
-                run_ranks(save_steps, root, [newest], SIZE)
+                run_ranks(save_steps, root, [newest], SIZE, world=1)
             time.sleep(dice.uniform(0, 1.2 * upload_s))
             VICTIMS[victim](instance)
-            left -= 1
+            hits[newest] += 1
             bucket.check_whole()
             if victim == "daemon and keeper":
                 instance.mount()
@@ -59,7 +60,9 @@ def test_killed_at_random_moments_of_an_upload(
         wait_persisted(instance, *steps, timeout_s=120)
         assert bucket.check_whole() == {f"run/{step}" for step in steps}
         wait_until(lambda: not bucket.leftovers(), f"nothing is left over: {bucket.leftovers()}", 30)
+        # Who starts anew asks the store what it has. While the daemon lives, each kill may cost what was on its way.
+        most = 1 + max(1, *hits.values()) if victim == "worker" else 2
         sent = proxy.whole_bodies("distcp$")
-        assert max(sent.values()) <= 2, {key: count for key, count in sent.items() if count > 2}
+        assert max(sent.values()) <= most, {key: count for key, count in sent.items() if count > most}
         bucket.download(f"run/step_{newest}", tmp_path / "plain")
         checkpoints.check(tmp_path / "plain", newest, SIZE)
