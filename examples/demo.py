@@ -1,4 +1,5 @@
-"""tierfs in a minute: mount, save and load a PyTorch checkpoint, kill the daemon meanwhile, look, unmount.
+"""tierfs in a minute: save and load PyTorch checkpoints through a mount, kill its daemon meanwhile, send them to the
+object tier, drop them from memory, load them back.
 
 Run it with `make demo`. Everything happens in a temporary directory, and nothing is left behind.
 """
@@ -50,13 +51,25 @@ def state_dict(step: int) -> dict[str, Any]:
 
 def train(rank: int, store: str, root: str) -> None:
     """One rank: saves step 1 and step 2, loads both and compares every bit."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}-train", rank=rank, world_size=RANKS)
     for step in (1, 2):
         state = state_dict(step)
         dist.barrier()
         begin = time.monotonic()
         dcp.save(state, checkpoint_id=f"{root}/step_{step}")
         tell(f"rank {rank} saved its half of step_{step} in {time.monotonic() - begin:.2f} s")
+    load_and_compare(rank, root)
+    dist.destroy_process_group()
+
+
+def restart(rank: int, store: str, root: str) -> None:
+    """One rank of a later job: loads both and compares every bit."""
+    dist.init_process_group("gloo", init_method=f"file://{store}-restart", rank=rank, world_size=RANKS)
+    load_and_compare(rank, root)
+    dist.destroy_process_group()
+
+
+def load_and_compare(rank: int, root: str) -> None:
     for step in (1, 2):
         expected, loaded = state_dict(step), state_dict(99)
         begin = time.monotonic()
@@ -66,7 +79,6 @@ def train(rank: int, store: str, root: str) -> None:
             if not torch.equal(weight.to_local(), loaded["model"][name].to_local()):
                 raise SystemExit(f"rank {rank}: {name} of step_{step} differs from what was saved")
         tell(f"rank {rank} loaded step_{step} in {seconds:.2f} s: every bit is as it was saved")
-    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- what the demo does around it
@@ -118,12 +130,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
     scratch = Path(tempfile.mkdtemp(prefix="tierfs-demo-"))
-    mountpoint, root = scratch / "ckpt", scratch / "ckpt" / "demo"
+    mountpoint, root, objects = scratch / "ckpt", scratch / "ckpt" / "demo", scratch / "bucket"
     mountpoint.mkdir()
     is_mounted = False
     try:
-        with stage("Mount a file system for checkpoints, with 1 GiB of this machine's memory as its first tier."):
-            tierfs("mount", mountpoint, "-o", f"name=demo-{os.getpid()},size=1G", show=True)
+        with stage(
+            "Mount a file system for checkpoints: 1 GiB of this machine's memory, and a directory as object tier."
+        ):
+            options = f"name=demo-{os.getpid()},size=1G,object=file://{objects},persist.policy=demand"
+            tierfs("mount", mountpoint, "-o", options, show=True)
             is_mounted = True
             root.mkdir()
         before = status(mountpoint)
@@ -142,6 +157,19 @@ def main() -> None:
 
         with stage("What the file system knows of it."):
             tierfs("status", mountpoint, show=True)
+            tierfs("ls", root, show=True)
+
+        with stage(
+            "Send both steps to the object tier (s3://bucket/prefix would do as well), drop their copies in memory."
+        ):
+            tierfs("flush", root, "--wait", show=True)
+            tierfs("evict", root / "step_1", root / "step_2", show=True)
+            tierfs("status", mountpoint, show=True)
+            tierfs("ls", root / "step_2", show=True)
+            tell(f"in the object tier, for every tool: {', '.join(sorted(os.listdir(objects / 'demo' / 'step_2')))}")
+
+        with stage("Restart the training: a load finds the files where they were, and their bytes come back."):
+            torch.multiprocessing.spawn(restart, (str(scratch / "store"), str(root)), RANKS)
             tierfs("ls", root, show=True)
 
         with stage("Unmount, and give back the memory with the checkpoints in it."):
