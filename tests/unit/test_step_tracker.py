@@ -96,6 +96,18 @@ async def test_an_overwrite_that_left_a_file_as_it_was_is_refused(driver: Driver
         await driver.finish(STEP, 2)
 
 
+
+async def test_a_file_that_was_only_opened_for_writing_is_not_written_again(driver: Driver) -> None:
+    await driver.save(STEP, 1)
+    driver.lookup(f"{STEP}/{MARKER}")
+    await driver.write(f"{STEP}/__0_0.distcp", content(2, "__0_0.distcp", FILES["__0_0.distcp"]))
+    driver.close(await driver.open(f"{STEP}/__1_0.distcp"))
+    with pytest.raises(CommitRefused, match=r"__1_0.distcp was not written again and is the old generation's"):
+        await driver.finish(STEP, 2)
+    driver.restart()
+    with pytest.raises(CommitRefused, match="was not written again"):
+        await driver.finish(STEP, 2)
+
 async def test_a_marker_moved_by_a_user_is_judged_and_not_refused(driver: Driver) -> None:
     driver.mkdirs(STEP)
     await driver.write(f"{STEP}/.{MARKER}.x7Gh2", marker(1, FILES))

@@ -71,7 +71,7 @@ def shortfall(record: StepRecord, marker: Marker, content: MarkerContent) -> Sho
             continue
         if info.st_size < least:
             short.append((inner, info.st_size, least))
-        elif record.is_of_old_generation(inner):
+        elif record.is_not_written_again(inner):
             stale.append(inner)
         elif inner in is_open:
             still_open.append(inner)

@@ -133,6 +133,9 @@ async def renew(registry: StepRegistry, record: StepRecord, inner: str, *, trunc
             await trio.to_thread.run_sync(overwrite.make_copy, old_directory / inner, scratch)
         # A program may have removed or replaced the name during the copy, and that counts.
         if record.manifest.overwrite is current and _is_to_renew(registry, record, inner):
+            if not truncate:
+                current.copied[inner] = scratch.lstat().st_ino
+                registry.save_or_later(record)
             overwrite.put_in_place(scratch, record.directory / inner)
             registry.crash("overwrite:replaced")
         else:

@@ -23,7 +23,7 @@ from tierfs.steps.names import escape_namespace, safe_component, safe_relative
 from tierfs.whole_files import UNFINISHED, write_whole
 
 VERSION = 2
-#: Version 1 knew nothing of the object tier.
+#: Version 1 knew nothing of the object tier, nor which files of an overwrite begin with the old bytes.
 _KNOWN_VERSIONS = (1, 2)
 #: A step of 100,000 files has a manifest of about 15 MB; what is above this is not one of ours.
 MAX_BYTES = 256 << 20
@@ -51,7 +51,8 @@ class Overwrite:
     `participants` maps the process ids that took part (decimal text) to their start times in clock ticks since boot
     (field 22 of /proc/PID/stat), which together name a process for good. `old_directory` is where the old generation's
     hard links lie, relative to the RAM tier; `old_files` are its files by their path inside the step.
-    `removed_only`: so far files were only removed, nothing was written.
+    `removed_only`: so far files were only removed, nothing was written. `copied` are files that were opened for writing
+    without being truncated, so that their new inode, whose number it gives, begins with the old bytes.
     """
 
     generation: int
@@ -60,6 +61,7 @@ class Overwrite:
     old_directory: str = ""
     old_files: dict[str, FileEntry] = field(default_factory=dict)
     removed_only: bool = False
+    copied: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -252,10 +254,21 @@ def _files(value: dict[str, object], where: str) -> dict[str, FileEntry]:
     return files
 
 
-def _overwrite(value: object) -> Overwrite | None:
+def _inodes(value: dict[str, object]) -> dict[str, int]:
+    found = {}
+    for name, ino in value.items():
+        if type(ino) is not int or ino < 0:
+            raise Wrong(f"overwrite.copied[{name!r}] is no inode number")
+        found[safe_relative(name)] = ino
+    return found
+
+
+def _overwrite(value: object, version: int) -> Overwrite | None:
     if value is None:
         return None
     fields = Fields(value, "overwrite")
+    if version == 1:
+        fields.add({"copied": {}})
     participants: dict[str, int] = {}
     for pid, ticks in fields.mapping("participants").items():
         if not (pid.isascii() and pid.isdigit() and type(ticks) is int and ticks >= 0):
@@ -268,6 +281,7 @@ def _overwrite(value: object) -> Overwrite | None:
         old_directory=fields.text("old_directory"),
         old_files=_files(fields.mapping("old_files"), "overwrite.old_files"),
         removed_only=fields.flag("removed_only"),
+        copied=_inodes(fields.mapping("copied")),
     )
     if overwrite.old_directory:
         safe_relative(overwrite.old_directory)
@@ -314,7 +328,7 @@ def _manifest(value: object) -> Manifest:
         files=_files(fields.mapping("files"), "files"),
         added=fields.texts("added"),
         marker=fields.text_or_none("marker"),
-        overwrite=_overwrite(fields.any("overwrite")),
+        overwrite=_overwrite(fields.any("overwrite"), version),
         note=fields.text("note"),
         owed=fields.text("owed"),
         persisted=_persisted(fields.any("persisted")),

@@ -192,6 +192,19 @@ class StepRecord:
         except FileNotFoundError:
             return False
 
+    def is_not_written_again(self, inner: str) -> bool:
+        """True when the file has the old generation's bytes: its inode, or a copy in which nothing was changed."""
+        current = self.manifest.overwrite
+        if current is None or inner not in current.old_files:
+            return False
+        try:
+            info = os.lstat(self.directory / inner)
+        except FileNotFoundError:
+            return False
+        old = current.old_files[inner]
+        is_as_old = (info.st_size, info.st_mtime_ns) == (old.size_bytes, old.mtime_ns)
+        return info.st_ino == old.ino or (info.st_ino == current.copied.get(inner) and is_as_old)
+
     def open_names(self) -> set[str]:
         # A thread that judges the step asks too, while this one changes the writers: hence the copy.
         return {writer.inner for writer in list(self.writers.values())}
