@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from persist_driver import Node, listed, memory_node, quickly, settings
+from persist_driver import Node, check_listed, listed, memory_node, quickly, settings
 from step_driver import until
 
 from rig.memory_client import MemoryClient, MemoryStore, Upload
@@ -82,6 +82,17 @@ async def test_a_step_that_is_whole_in_ram_stays_and_is_owed_again_by_policy_all
     assert writer.record("run/step_2").manifest.owed == "policy"
     await writer.drain()
     assert "run/step_2" in listed(store)
+
+
+async def test_a_commit_that_somebody_damaged_is_made_anew_from_ram(writer: Node, store: MemoryStore) -> None:
+    store.put("run/step_2/.tierfs/manifest.json", b"{")
+    await writer.index.refresh()
+    assert not writer.record("run/step_2").is_persisted
+    await writer.drain()
+    assert writer.record("run/step_2").is_persisted
+    check_listed(store)
+    await writer.index.refresh()
+    assert writer.index.problems() == []
 
 
 async def test_a_listing_that_fails_changes_nothing_and_is_told(

@@ -200,6 +200,10 @@ class ObjectIndex:
             if not self._is_out_of_date(key, seen):
                 del self._generations[key]
                 self.cache.drop(key)
+        for key in seen.broken:
+            if not self._is_out_of_date(key, seen):
+                self._generations.pop(key, None)
+                self._commit_is_broken(key)
         for record in list(self.registry.records.values()):
             if record.key not in seen.etags and not self._is_out_of_date(record.key, seen) and self._miss(record):
                 touched.add(record.key[0])
@@ -238,6 +242,22 @@ class ObjectIndex:
             record.manifest.persisted = None  # another node's save is there now, and this one is whole here
             self.registry.save_or_later(record)
         return False
+
+    def _commit_is_broken(self, key: Key) -> None:
+        """A manifest lies there that nobody can read: no commit. What this node knows of the step makes a new one.
+
+        Where policy does not want the step there, its stubs stay as they are: the manifest that is kept here has their
+        checksums.
+        """
+        record = self.registry.records.get(key)
+        if record is None or not record.is_persisted:
+            return
+        if self.registry.settings.for_namespace(key[0]).persist.policy == "all" and record.manifest.populated:
+            record.manifest.persisted = None
+            self.registry.object_tier.completed(record)
+        elif not self._has_stubs(record):
+            record.manifest.persisted = None
+        self.registry.save_or_later(record)
 
     def _miss(self, record: StepRecord) -> bool:
         """The tier does not hold the step (any more); True where it goes from the tree."""
