@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from persist_driver import Node, check_listed, left_over, listed, memory_node, quickly, settings
+from persist_driver import Node, check_listed, left_over, listed, manifest_of, memory_node, quickly, settings
 from step_driver import FILES, MARKER, content, until
 
 from rig.memory_client import MemoryClient, MemoryStore
 from tierfs.errors import ObjectDenied, ObjectUnavailable
+from tierfs.persist import putting_off
 from tierfs.settings import DurabilitySettings, RetentionSettings
 
 
@@ -116,6 +117,49 @@ async def test_files_that_are_added_later_are_sent_alone(node: Node, store: Memo
     assert b"meta.pt" in store.objects["run/step_1/.tierfs/manifest.json"].data
 
 
+async def test_a_small_file_that_is_removed_goes_from_the_commit_too(node: Node, store: MemoryStore) -> None:
+    await node.driver.save("run/step_1", 1)
+    await node.driver.write("run/step_1/notes.txt", b"later")
+    await node.drain()
+    gone: list[bool] = []
+
+    def watch() -> None:
+        gone.append(listed(store) == [])
+        check_listed(store)
+
+    store.watch = watch
+    await node.driver.unlink("run/step_1/notes.txt")
+    assert node.driver.state("run/step_1") == "complete" and not node.record("run/step_1").is_persisted
+    await node.drain()
+    assert not any(gone), "the step was committed all the time"
+    assert list(manifest_of(store, "run/step_1")["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert left_over(store) == []
+
+
+async def test_what_a_commit_left_when_its_daemon_died_goes_with_the_next(node: Node, store: MemoryStore) -> None:
+    await node.driver.save("run/step_1", 1)
+    await node.drain()
+    store.put("run/step_1/notes.txt", b"left")
+    node.persister.owe(node.record("run/step_1"), "demand")
+    node.record("run/step_1").manifest.owed = "demand"
+    await node.drain()
+    assert left_over(store) == []
+
+
+async def test_a_step_is_tried_again_once_what_was_wrong_with_it_is_gone(
+    node: Node, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(putting_off, "LONGEST_PAUSE_S", 1e6)
+    await node.driver.save("run/step_1", 1)
+    await node.driver.write("run/step_1/\udcff", b"no name for an object")
+    async with node.running():
+        await until(node.persister.problems, "it says what is wrong")
+        await node.driver.unlink("run/step_1/\udcff")
+        with trio.fail_after(10):
+            await node.persister.drain()
+    assert listed(store) == ["run/step_1"]
+
+
 async def test_a_new_generation_withdraws_the_old_one_first(node: Node, store: MemoryStore) -> None:
     await node.driver.save("run/step_1", 1)
     await node.drain()
@@ -164,6 +208,43 @@ async def test_a_renamed_step_is_persisted_under_its_new_name_only(node: Node, s
     await node.drain()
     assert listed(store) == ["best/step_1"]
     assert left_over(store) == []
+
+
+async def test_a_persisted_step_that_is_renamed_again_and_again_is_there_all_the_time(
+    node: Node, store: MemoryStore
+) -> None:
+    for number in (1, 2):
+        await node.driver.save(f"run/step_{number}", number)
+    await node.drain()
+    fewest: list[int] = []
+
+    def watch() -> None:
+        check_listed(store)
+        seeds = {manifest_of(store, step)["files"]["__0_0.distcp"]["checksum"] for step in listed(store)}
+        fewest.append(len(seeds))
+
+    store.watch = watch
+    await node.driver.rename("run/step_2", "run/step_3")
+    await node.driver.rename("run/step_1", "run/step_2")  # whose old object has to go first
+    await node.driver.rename("run/step_3", "run/step_4")
+    node.restart()
+    await node.index.refresh()
+    assert sorted(node.registry.records) == [("run", "step_2"), ("run", "step_4")], "old names do not come back"
+    await node.drain()
+    assert listed(store) == ["run/step_2", "run/step_4"]
+    assert left_over(store) == []
+    assert min(fewest) == 2, "neither was without a copy at any moment"
+
+
+async def test_persisted_steps_that_change_places_are_persisted_so(node: Node, store: MemoryStore) -> None:
+    for number in (1, 2):
+        await node.driver.save(f"run/step_{number}", number)
+    await node.drain()
+    await node.driver.rename("run/step_1", "run/step_2", exchange=True)
+    await node.drain()
+    assert listed(store) == ["run/step_1", "run/step_2"]
+    assert store.objects["run/step_1/__0_0.distcp"].data.startswith(b"[2 ")
+    assert store.objects["run/step_2/__0_0.distcp"].data.startswith(b"[1 ")
 
 
 async def test_retention_keeps_the_newest_and_every_so_many(tmp_path: Path, store: MemoryStore) -> None:

@@ -21,7 +21,7 @@ import trio
 from tierfs.errors import ChecksumMismatch, ObjectCorrupt, ObjectError, ObjectExists, ObjectUnavailable, TierfsError
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import SINGLE_PUT_BYTES
-from tierfs.persist.layout import MANIFEST, file_key, manifest_key, node_key, node_of
+from tierfs.persist.layout import MANIFEST, file_key, is_own, manifest_key, node_key, node_of
 from tierfs.persist.local_step import LocalStep, Superseded
 from tierfs.persist.object_manifest import (
     MAX_BYTES,
@@ -77,6 +77,8 @@ class StepCommit:
     bytes_done: int = 0
     sent_bytes: int = 0
     _sent: dict[str, SentObject] = field(default_factory=dict)
+    #: Keys of objects that are no part of the step.
+    _strays: list[str] = field(default_factory=list)
     _is_tidy: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +107,9 @@ class StepCommit:
         stored = await self._look()
         if stored.manifest is not None:
             if await self._is_what_we_have(stored.manifest) and stored.holds_all_of(stored.manifest):
+                # A daemon that died after its commit may have left what the commit before named.
+                self._strays = [info.key for inner, info in stored.objects.items() if self._is_left_over(inner)]
+                await self._delete_strays()
                 return self._done(stored.manifest, stored.manifest_etag)
             if stored.manifest.age > local.age:
                 raise OlderThanCommitted(
@@ -131,6 +136,7 @@ class StepCommit:
         manifest = merge([mine])
         etag = await self._commit(manifest, replaces)
         self.registry.crash("persist:committed")
+        await self._delete_strays()
         return self._done(manifest, etag)
 
     def _done(self, manifest: ObjectManifest, etag: str) -> Committed:
@@ -194,11 +200,13 @@ class StepCommit:
     async def _prepare(self, stored: StoredStep) -> bool:
         """Take back what would vouch for a mixture of old and new: first the manifest, then the markers.
 
-        True where the manifest stays until it is replaced: then files are only added to what it names.
+        True where the manifest stays until it is replaced: then files are only added to what it names, or go from it.
         """
         manifest = stored.manifest
         if manifest is not None and all(
-            (sent := self._sent.get(inner)) is not None and sent.file.has_same_bytes(file)
+            sent.file.has_same_bytes(file)
+            if (sent := self._sent.get(inner)) is not None
+            else inner not in self.local.entries
             for inner, file in manifest.files.items()
         ):
             return True
@@ -295,9 +303,17 @@ class StepCommit:
                 + (f" (nor {len(wrong) - 1} more files)" if len(wrong) > 1 else "")
             )
         self.registry.crash("persist:listed")
-        strays = [info.key for inner, info in stored.objects.items() if self._is_stray(inner, stored)]
-        if strays:
-            await self.client.delete(strays)
+        self._strays = [info.key for inner, info in stored.objects.items() if self._is_stray(inner, stored)]
+        if not replaces:
+            await self._delete_strays()  # what the manifest that is there names has to stay until it is replaced
+
+    async def _delete_strays(self) -> None:
+        if self._strays:
+            await self.client.delete(self._strays)
+            self._strays = []
+
+    def _is_left_over(self, inner: str) -> bool:
+        return inner not in self.local.entries and not is_own(inner)
 
     def _is_stray(self, inner: str, stored: StoredStep) -> bool:
         node = node_of(inner)

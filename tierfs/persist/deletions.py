@@ -36,17 +36,23 @@ _SUFFIX = ".json"
 #: After a failure: doubled up to the second figure, with up to half as much again at random.
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
+#: A step that waits for another one is looked at so often.
+LOOK_AGAIN_S = 0.5
 #: Data that arrived late (a request of a daemon that died) is deleted with another round, at most so many.
 ROUNDS = 5
 
 
 @dataclass
 class Owed:
-    """`why` is `removed`, `moved`, `retention` or `leftover`; `after` has to be set first (something is being sent)."""
+    """`why` is `removed`, `moved`, `retention` or `leftover`.
+
+    `after` has to be set first: something is being sent. It waits while the step `until`, which has the same bytes, is
+    on its way to the object tier."""
 
     why: str
     marker: str | None
     after: trio.Event | None = None
+    until: Key | None = None
     attempts: int = 0
     next_try_at: float = 0.0
     error: str = ""
@@ -62,21 +68,53 @@ class Deletions:
         self.registry = registry
         self.client = client
         self.told: Callable[[Key, str], None] = lambda key, why: None
+        #: Whether a step is on its way to the object tier.
+        self.is_awaited: Callable[[Key], bool] = lambda key: False
         #: When the last deletion of a step ended (monotonic): a listing that began before is out of date.
         self.ended_at: dict[Key, float] = {}
         self._owed: dict[Key, Owed] = {}
         self._wake = trio.Event()
         self._load()
 
-    def owe(self, key: Key, why: str, *, marker: str | None = None, after: trio.Event | None = None) -> None:
+    def owe(
+        self,
+        key: Key,
+        why: str,
+        *,
+        marker: str | None = None,
+        after: trio.Event | None = None,
+        until: Key | None = None,
+    ) -> None:
         """The step is to go; returns once a successor would know. Never raises for lack of room (it is said)."""
-        self._owed[key] = Owed(why, marker, after)
-        value = {"namespace": key[0], "step": key[1], "why": why, "marker": marker}
+        if until is not None and self._waits_for(until, key):
+            until = None  # two steps changed places: one of them has to go first
+        self._owed[key] = Owed(why, marker, after, until)
+        self._note(key)
+        self._wake.set()
+
+    def moved(self, old: Key, new: Key) -> None:
+        """A step has another name: what waits for it waits for that."""
+        for key, owed in self._owed.items():
+            if owed.until == old:
+                owed.until = None if self._waits_for(new, key) else new
+                self._note(key)
+
+    def _waits_for(self, step: Key, key: Key) -> bool:
+        """A save of the step can't be sent before the deletion of `key` is done."""
+        at: Key | None = step
+        while at is not None and at != key:
+            owed = self._owed.get(at)
+            at = owed.until if owed is not None else None
+        return at is not None
+
+    def _note(self, key: Key) -> None:
+        owed = self._owed[key]
+        value = {"namespace": key[0], "step": key[1], "why": owed.why, "marker": owed.marker}
+        value |= {"until_namespace": owed.until[0], "until_step": owed.until[1]} if owed.until is not None else {}
         try:
             write_whole(self._path(key), json.dumps(value).encode("ascii"))
         except OSError as error:
             log.warning("an owed deletion can't be noted: %s", error, extra=_extra(key))
-        self._wake.set()
 
     def is_owed(self, key: Key) -> bool:
         return key in self._owed
@@ -103,7 +141,9 @@ class Deletions:
             wake = self._wake = trio.Event()
             now = time.monotonic()
             for key, owed in list(self._owed.items()):
-                if self._owed.get(key) is owed and owed.next_try_at <= now:
+                if owed.until is not None and self.is_awaited(owed.until):
+                    owed.next_try_at = now + LOOK_AGAIN_S
+                elif self._owed.get(key) is owed and owed.next_try_at <= now:
                     await self._try(key, owed)
             waits = [owed.next_try_at for owed in self._owed.values()]
             with trio.move_on_after(max(0.0, min(waits) - time.monotonic()) if waits else float("inf")):
@@ -171,7 +211,11 @@ class Deletions:
                 fields = Fields(json.loads(path.read_bytes(), parse_constant=refuse_constant), str(path))
                 key = safe_relative(fields.text("namespace")), safe_component(fields.text("step"))
                 if self._path(key) == path:
-                    self._owed[key] = Owed(fields.text("why"), fields.text_or_none("marker"))
+                    owed = Owed(fields.text("why"), fields.text_or_none("marker"))
+                    with contextlib.suppress(Wrong):  # most wait for nothing
+                        until = fields.text("until_namespace"), fields.text("until_step")
+                        owed.until = safe_relative(until[0]), safe_component(until[1])
+                    self._owed[key] = owed
 
     def _path(self, key: Key) -> Path:
         return state_path(self.registry.tier.meta, _KIND, *key, _SUFFIX)

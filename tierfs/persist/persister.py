@@ -83,6 +83,7 @@ class Persister:
         self.index = index
         self.deletions = deletions
         self.deletions.told = self._deleted
+        self.deletions.is_awaited = self._is_awaited
         self.policy = Policy(registry)
         self.sweeper = Sweeper(registry, client, deletions, node=node, is_busy=self._is_busy)
         self._node = node
@@ -91,8 +92,6 @@ class Persister:
         self._runs: dict[Key, _Run] = {}
         self.put_off = PutOff()
         self._yielding_until: dict[Key, float] = {}
-        #: Old names of steps that were renamed while part of them was only there.
-        self._delete_after: dict[Key, Key] = {}
         self.endpoint = Endpoint(client, index.identity)
         self._draining = 0
         self._wake = trio.Event()
@@ -112,12 +111,12 @@ class Persister:
         self._look_again()
 
     def changed(self, record: StepRecord) -> None:
-        """Files were added to a complete step, or small ones changed."""
+        """Files were added to a complete step, or small ones changed or removed."""
         manifest = record.manifest
-        if manifest.owed or manifest.persisted is None or self._policy_of(record) == "none":
-            return
-        manifest.owed = "policy"
-        record.unsaved = True
+        self.put_off.changed(record.key)
+        if not manifest.owed and manifest.persisted is not None and self._policy_of(record) != "none":
+            manifest.owed = "policy"
+            record.unsaved = True
         self._look_again()
 
     def removed(self, record: StepRecord) -> None:
@@ -142,13 +141,13 @@ class Persister:
             manifest.owed = self.policy.why_owed(record)
         record.unsaved = True
         self.registry.save_or_later(record)
-        if holds_stubs:
-            self._delete_after[record.key] = key  # its bytes are only there until the step is under its new name
-        elif was_there or self.index.generation_there(key):
-            self._leaves(key, record, "moved")
+        self.deletions.moved(key, record.key)
+        # Until it is there under its new name the old one is its only copy, or has the bytes of its stubs.
+        if (was_there or self.index.generation_there(key)) and (manifest.owed or not holds_stubs):
+            self._leaves(key, record, "moved", until=record.key if manifest.owed else None)
         self._look_again()
 
-    def _leaves(self, key: Key, record: StepRecord | None, why: str) -> None:
+    def _leaves(self, key: Key, record: StepRecord | None, why: str, *, until: Key | None = None) -> None:
         run = self._runs.get(key)
         if run is not None:
             run.scope.cancel()
@@ -159,7 +158,8 @@ class Persister:
             return
         if run is not None or there or known or why == "moved":
             marker = record.manifest.marker if record is not None else None
-            self.deletions.owe(key, why, marker=marker, after=run.finished if run is not None else None)
+            after = run.finished if run is not None else None
+            self.deletions.owe(key, why, marker=marker, after=after, until=until)
         self._look_again()
 
     # --- asked
@@ -345,9 +345,6 @@ class Persister:
             step=manifest.number,
         )
         log.info("step is persisted", extra=self._extra(record.key))
-        old = self._delete_after.pop(record.key, None)
-        if old is not None:
-            self._leaves(old, None, "moved")
         self.delete_surplus(manifest.namespace)
         self.registry.make_room(0)
 
@@ -412,6 +409,11 @@ class Persister:
         self._look_again()
 
     # --- parts of the above
+
+    def _is_awaited(self, key: Key) -> bool:
+        """The step is on its way to the object tier."""
+        record = self.registry.records.get(key)
+        return record is not None and bool(record.manifest.owed)
 
     def _is_busy(self, key: Key) -> bool:
         """The step's objects are this node's business now, not the sweeper's."""

@@ -66,6 +66,12 @@ class PutOff:
         """It succeeded, or is another step now."""
         self._failures.pop(key, None)
 
+    def changed(self, key: Key) -> None:
+        """Something in the step changed: what was wrong with the step itself may be right now."""
+        failure = self._failures.get(key)
+        if failure is not None and failure.severity == "error":
+            del self._failures[key]
+
     def for_now(self, key: Key, pause_s: float) -> None:
         """Nothing is wrong with it, but it is to be looked at a little later."""
         failure = self._failures.setdefault(key, Failure())

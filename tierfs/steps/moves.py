@@ -18,12 +18,13 @@ log = logging.getLogger("tierfs.steps")
 MOVED_IN = "the directory was moved into place"
 
 
-def drop(record: StepRecord, inner: str) -> None:
+def drop(registry: StepRegistry, record: StepRecord, inner: str) -> None:
     """A file of the step is gone, or is elsewhere now."""
     entry = record.manifest.files.pop(inner, None)
     record.manifest.added.discard(inner)
     if record.is_complete and entry is not None:
         record.manifest.bytes -= entry.size_bytes
+        registry.object_tier.changed(record)
 
 
 class Moves:
@@ -112,7 +113,7 @@ class Moves:
         for inner, entry in list(record.manifest.files.items()):
             if inner.startswith(below):
                 was_added = inner in record.manifest.added
-                drop(record, inner)
+                drop(self.registry, record, inner)
                 if stays and target is not None:
                     moved = target.inner + inner[len(source.inner) :]
                     record.manifest.files[moved] = entry
@@ -128,12 +129,13 @@ class Moves:
         record = self.registry.at_or_new(where)
         if record is None:
             return
-        before = set(record.manifest.files)
+        before = record.manifest.files
         record.manifest.files = record.scan()
-        if record.is_complete:
-            record.manifest.added |= record.manifest.files.keys() - before
+        if record.is_complete and record.manifest.files != before:
+            record.manifest.added |= record.manifest.files.keys() - before.keys()
             record.manifest.added &= record.manifest.files.keys()
             record.manifest.bytes = sum(entry.size_bytes for entry in record.manifest.files.values())
+            self.registry.object_tier.changed(record)
         record.touch()
         self.registry.judge_soon(record)
 

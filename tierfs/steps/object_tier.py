@@ -21,7 +21,7 @@ class ObjectTier(Protocol):
         ...
 
     def changed(self, record: StepRecord) -> None:
-        """A file was added to a complete step, or a small one in it edited."""
+        """A file was added to a complete step, or a small one in it edited or removed."""
         ...
 
     def removed(self, record: StepRecord) -> None:

@@ -219,7 +219,7 @@ class Steps:
         record = self.registry.at(where)
         if record is None:
             return
-        drop(record, where.inner)
+        drop(self.registry, record, where.inner)
         record.touch()
         self.registry.judge_soon(record)
 
@@ -374,7 +374,7 @@ class Steps:
         record = self.registry.at(source)
         if record is None:
             return
-        drop(record, source.inner)
+        drop(self.registry, record, source.inner)
         now_in = self.registry.at_or_new(target) if target is not None else None
         for nodeid, writer in list(record.writers.items()):
             if writer.inner == source.inner:
