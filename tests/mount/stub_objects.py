@@ -90,7 +90,7 @@ class LocalClient:
     """What of `tierfs.objects.client.ObjectClient` hydration uses.
 
     Orders: `delay_s` for each range; `hold`: ranges wait until it is gone; `fail`: keys that can't be had; `corrupt`:
-    how often the range "KEY CHUNK" comes with a flipped byte.
+    how often the range "KEY CHUNK" comes with flipped bits.
     """
 
     def __init__(self, objects: Path) -> None:
@@ -118,7 +118,8 @@ class LocalClient:
         data = await trio.to_thread.run_sync(self._bytes, key, offset, length)
         self._corrupted[name] += 1
         if self._corrupted[name] <= orders.get("corrupt", {}).get(name, 0):
-            data[length // 2] ^= 1
+            for at in range(0, length, 1000):
+                data[at] ^= 1
         own = os.dup(fd)
 
         def write() -> None:

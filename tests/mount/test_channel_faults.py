@@ -55,11 +55,16 @@ def test_a_file_that_can_not_be_registered_is_served_by_the_daemon(mounted: Rig)
     with path.open("r+b", buffering=0) as refused:
         refused.write(b"served")
         assert mounted.status()["counters"]["bytes_written"] == 6
-        with path.open("r+b", buffering=0) as granted:  # the kernel takes it now
-            assert granted.read() == b"served"
-            granted.write(b", passed")
-        assert os.pread(refused.fileno(), 100, 0) == b"served, passed"
-        assert mounted.status()["counters"]["bytes_written"] == 6
+        with path.open("r+b", buffering=0) as beside:  # the kernel would take it now, but does not mix the two
+            assert beside.read() == b"served"
+            beside.write(b", too")
+        assert os.pread(refused.fileno(), 100, 0) == b"served, too"
+        assert mounted.status()["counters"]["bytes_written"] == 11
+    wait_until(lambda: mounted.status()["open"] == {})
+    with path.open("r+b", buffering=0) as granted:
+        granted.write(b"passed")
+    assert mounted.status()["counters"]["bytes_written"] == 11
+    assert path.read_bytes() == b"passed, too"
     wait_until(lambda: mounted.status()["open"] == {})
     assert mounted.unmount() == 0
 
