@@ -83,9 +83,9 @@ class ObjectControl:
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         work, path, level = self.work, _path(arguments), arguments.get("level", "object")
         timeout_s = _seconds(arguments)
-        if level != "object":
-            raise PathRefused(f"{level!r} is no level to wait for; the one there is is object")
-        return await telling(progress, lambda tell: work.wait(path, level="object", timeout_s=timeout_s, progress=tell))
+        if level not in ("ram", "object"):
+            raise PathRefused(f"{level!r} is no level to wait for; there are ram and object")
+        return await telling(progress, lambda tell: work.wait(path, level=level, timeout_s=timeout_s, progress=tell))
 
     async def prefetch(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         work, paths = self.work, _paths(arguments)

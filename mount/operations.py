@@ -22,7 +22,7 @@ from tierfs.persist.selection import select
 from tierfs.settings_sources import describe_settings
 from tierfs.steps.names import safe_relative
 from tierfs.steps.operations import StepOperations
-from tierfs.steps.report import describe_namespaces, describe_step
+from tierfs.steps.report import describe_namespaces, describe_step, step_bytes
 
 if TYPE_CHECKING:
     from mount.channel import Channel
@@ -171,8 +171,7 @@ class Operations:
         size = info.st_size
         level, in_object = "", None
         if is_step and record is not None:
-            files = record.scan() if record.manifest.populated else record.manifest.files
-            size = sum(entry.size_bytes for entry in files.values())
+            size = step_bytes(record)
             described = self._registry.object_tier.describe(record)
             level, in_object = described["level"], described["object"]
         elif stat.S_ISDIR(info.st_mode):

@@ -84,7 +84,8 @@ def test_a_step_is_flushed_verified_evicted_fetched_and_exported(tiered: ObjectR
     assert (answer["steps"], answer["failed"]) == (1, [])
     assert tiered.is_committed("step_5")
     assert ask("flush", "--all", tiered.real.place)["already"] == 1
-    assert ask("wait", step, "--level", "object") == {"path": "run1/step_5", "level": "object", "reached": True}
+    for level in ("ram", "object"):
+        assert ask("wait", step, "--level", level) == {"path": "run1/step_5", "level": level, "reached": True}
     status = ask("status", tiered.real.place)
     assert status["steps"][0]["level"] == "object" and status["object"]["bytes_owed"] == 0
     assert status["namespaces"][0]["newest_persisted"] == "step_5"
@@ -102,6 +103,12 @@ def test_a_step_is_flushed_verified_evicted_fetched_and_exported(tiered: ObjectR
     assert tierfs("evict", step).returncode == 0
     assert ask("export", step, out)["bad"] == []
     assert (out / "model.safetensors").read_bytes() == contents
+
+    assert tierfs("umount", "--discard", tiered.real.place).returncode == 0
+    tiered.mount("persist.policy=demand")
+    (listed_step,) = (each for each in ask("ls", tiered.real.place / "run1")["entries"] if each["step"])
+    seen = ask("status", tiered.real.place)["steps"][0]
+    assert (listed_step["size_bytes"], seen["bytes"], seen["ram_bytes"], seen["stubs"]) == (seen["bytes"],) * 2 + (0, 2)
 
 
 def test_objects_put_there_by_others_are_imported_where_they_are(tiered: ObjectRig) -> None:
@@ -246,3 +253,28 @@ def _command() -> list[str]:
     import sys
 
     return [sys.executable, "-m", "mount.cli.main"]
+
+
+def test_setting_times_and_modes_of_a_persisted_step_changes_no_byte_of_it(tiered: ObjectRig) -> None:
+    tiered.mount()
+    step = tiered.write_step("step_5")
+    shard, contents = step / "model.safetensors", (step / "model.safetensors").read_bytes()
+    assert tierfs("wait", step, "--timeout", "20").returncode == 0
+    os.utime(shard, (1e9, 1e9))
+    shard.chmod(0o600)
+    assert ask("evict", step)["bytes"] == len(contents)
+    assert ask("stat", shard)["tier"] == "object"
+    os.utime(shard, (1.1e9, 1.1e9))
+    assert shard.read_bytes() == contents
+    wait_until(lambda: ask("stat", shard)["tier"] == "ram", "it is whole")
+    other = step.parent.parent / "other"  # another name of the file, which tells the step nothing
+    other.hardlink_to(shard)
+    os.utime(other, (1.2e9, 1.2e9))
+    assert tiered.step("step_5")["object"]["state"] == "persisted"
+    wait_until(lambda: ask("evict", step)["bytes"] == len(contents), "it is evicted once it is summed up again")
+    other.unlink()
+    with shard.open("rb") as reader:
+        assert reader.read() == contents
+        wait_until(lambda: ask("stat", shard)["tier"] == "ram", "it is whole")
+        assert ask("evict", step)["bytes"] == 0, "a program has it open"
+    assert (shard.stat().st_mtime, shard.stat().st_mode & 0o777) == (1.2e9, 0o600)

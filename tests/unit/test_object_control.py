@@ -91,18 +91,20 @@ async def test_arguments_reach_the_work_and_paths_are_checked(tmp_path: Path) ->
         await ask(instance, "repair", path="", dry_run=True)
         await ask(instance, "import", path="run1/step_5", force=True)
         with pytest.raises(NotFound, match="there is no run1/step_6"):
-            await ask(instance, "wait", path="run1/step_6", level="object", seconds=2)
+            await ask(instance, "wait", path="run1/step_6", level="ram", seconds=2)
         for wrong in ("../etc", "/run1", "run1//a"):
             with pytest.raises(PathRefused):
                 await ask(instance, "flush", paths=[wrong])
         with pytest.raises(PathRefused):
             await ask(instance, "wait", path="run1/step_6", seconds="soon")
+        with pytest.raises(PathRefused, match="there are ram and object"):
+            await ask(instance, "wait", path="run1/step_6", level="tape")
     assert work.asked == [
         ("flush", ["run1/step_5"], False),
         ("flush", [], False),
         ("repair", "", True),
         ("adopt", "run1/step_5", True),
-        ("wait", "run1/step_6", "object", 2.0),
+        ("wait", "run1/step_6", "ram", 2.0),
     ]
 
 

@@ -94,8 +94,14 @@ class ObjectSteps:
                 "error": progress.error if progress is not None else "",
             },
             "ram_bytes": self.hydration.ram_bytes(record),
-            "stubs": sum(self.hydration.is_stub(entry.ino) for entry in record.manifest.files.values()),
+            "stubs": self._stubs(record),
         }
+
+    def _stubs(self, record: StepRecord) -> int:
+        manifest = record.manifest
+        if not manifest.populated and manifest.persisted is not None:
+            return manifest.persisted.files  # none has a name here before somebody looks into the step
+        return sum(self.hydration.is_stub(entry.ino) for entry in manifest.files.values())
 
     def problems(self) -> list[dict[str, str]]:
         """What is wrong now, for `status`."""

@@ -38,6 +38,14 @@ def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
     }
 
 
+def step_bytes(record: StepRecord) -> int:
+    """Of all its files as they are now, also of those that have no name here yet."""
+    manifest = record.manifest
+    if not manifest.populated and manifest.persisted is not None:
+        return manifest.persisted.bytes
+    return sum(entry.size_bytes for entry in record.scan().values())
+
+
 def describe_namespaces(registry: StepRegistry) -> list[dict[str, Any]]:
     """All namespaces with their steps, oldest number first."""
     described: dict[str, list[dict[str, Any]]] = {}
