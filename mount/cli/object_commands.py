@@ -57,7 +57,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
 
     repair = subparsers.add_parser(
         "repair",
-        help="put the object tier in order",
+        help="make damaged copies good from good ones",
         description="Reads both copies of every persisted step, the one in RAM and the one in the object tier, and\n"
         "makes a damaged one good from the other. What is whole nowhere is withdrawn: no program takes it for\n"
         "a checkpoint.",
@@ -81,6 +81,8 @@ def run_flush(arguments: argparse.Namespace) -> int:
 
     if not arguments.paths and not arguments.all:
         raise PathRefused("name the steps to flush, or say --all")
+    if arguments.timeout is not None and not arguments.wait:
+        raise PathRefused("--timeout says how long --wait takes at most; say --wait, too")
     targets = [find_target(path, follow=True) for path in arguments.paths] or [find_target(None)]
     mounts = {target.instance for target in targets}
     if len(mounts) > 1:
@@ -98,7 +100,8 @@ def run_flush(arguments: argparse.Namespace) -> int:
         print_json(answer)
     else:
         print_failures(answer["failed"])
-        print(_flushed(answer, waited=arguments.wait))
+        if answer["steps"] or answer.get("already") or not answer["failed"]:
+            print(_flushed(answer, waited=arguments.wait))
     return 1 if answer["failed"] else 0
 
 

@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 _BAR_WIDTH = 20
+_NARROW_BAR_WIDTH = 10
+#: A terminal of fewer columns gets the shorter bar: what is behind it says more.
+_NARROW_COLUMNS = 100
+#: Before this share a rate says nothing: the first files are small, and a step waits until nothing changes in it.
+_RATE_FROM_SHARE = 0.01
 _RATE_OVER_S = 5.0
 _REDRAW_EVERY_S = 0.1
 
@@ -44,8 +49,9 @@ class ProgressLine:
         from mount.cli.tables import Screen, plain
 
         screen = Screen.of(self._stream)
-        text = plain(progress_text(self._verb, progress, self._rate(), unicode=screen.unicode), screen)
         columns = shutil.get_terminal_size().columns - 1
+        width = _BAR_WIDTH if columns >= _NARROW_COLUMNS else _NARROW_BAR_WIDTH
+        text = plain(progress_text(self._verb, progress, self._rate(), unicode=screen.unicode, width=width), screen)
         text = text if len(text) <= columns else text[: max(0, columns - 3)] + "..."
         self._stream.write("\r" + text.ljust(self._width))
         self._stream.flush()
@@ -63,7 +69,9 @@ class ProgressLine:
         return max(0.0, (done - before) / (now - then)) if now - then > 0.5 else 0.0
 
 
-def progress_text(verb: str, progress: Mapping[str, Any], rate: float, *, unicode: bool) -> str:
+def progress_text(
+    verb: str, progress: Mapping[str, Any], rate: float, *, unicode: bool, width: int = _BAR_WIDTH
+) -> str:
     """`sending [####----] 40% of 3 GiB, 420 MiB/s, 4 s left, 1 of 2 steps: run1/step_5`, of that what is known."""
     from tierfs.units import format_age, format_size
 
@@ -71,19 +79,20 @@ def progress_text(verb: str, progress: Mapping[str, Any], rate: float, *, unicod
     parts = []
     if total:
         share = min(1.0, done / total)
-        full = int(share * _BAR_WIDTH)
-        bar = ("█" if unicode else "#") * full + ("░" if unicode else ".") * (_BAR_WIDTH - full)
+        full = int(share * width)
+        bar = ("█" if unicode else "#") * full + ("░" if unicode else ".") * (width - full)
         parts.append(f"{verb} [{bar}] {share:4.0%} of {format_size(total)}")
     else:
         parts.append(f"{verb} {format_size(done)}" if done else verb)
-    if rate:
+    if rate and (not total or done >= total * _RATE_FROM_SHARE):
         parts.append(f"{format_size(rate)}/s")
         if total > done:
             parts.append(f"{format_age((total - done) / rate)} left")
     if progress.get("steps_total"):
-        parts.append(f"{progress.get('steps_done') or 0} of {progress['steps_total']} steps")
+        steps = progress["steps_total"]
+        parts.append(f"{progress.get('steps_done') or 0} of {steps} step{'s' * (steps != 1)}")
     elif progress.get("files") is not None:
-        parts.append(f"{progress['files']} files")
+        parts.append(f"{progress['files']} file{'s' * (progress['files'] != 1)}")
     text = ", ".join(parts)
     if progress.get("waiting_for"):
         return f"{text}; waiting: {progress['waiting_for']}"

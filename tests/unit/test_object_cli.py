@@ -119,7 +119,9 @@ def test_flush_sends_paths_or_all_and_fails_for_steps_that_can_not_be_sent(canne
     canned.answer("flush", {"steps": 0, "bytes": 0, "already": 0, "failed": failed})
     done = tierfs("flush", step)
     assert (done.returncode, done.stderr) == (1, "tierfs: run1/step_6: not complete\n")
+    assert done.stdout == ""
     assert tierfs("flush").returncode == 2
+    assert "say --wait, too" in tierfs("flush", step, "--timeout", "5").stderr
 
 
 def test_wait_ends_with_1_when_the_time_is_up(canned: CannedInstance) -> None:
@@ -210,6 +212,8 @@ def test_progress_lines_say_how_far_how_fast_and_what_is_waited_for() -> None:
     assert text == "sending [##########..........]  50% of 2 GiB, 512 MiB/s, 2 s left, 0 of 2 steps: run1/step_5"
     waiting = progress_text("sending", {**half, "waiting_for": "access denied"}, 0, unicode=True)
     assert waiting == "sending [██████████░░░░░░░░░░]  50% of 2 GiB, 0 of 2 steps; waiting: access denied"
+    hardly = {"bytes": 1 << 10, "bytes_total": 2 << 30, "steps_total": 1}
+    assert progress_text("sending", hardly, 100, unicode=False, width=4) == "sending [....]   0% of 2 GiB, 0 of 1 step"
 
 
 def test_progress_is_shown_on_a_terminal_and_taken_away_again(canned: CannedInstance) -> None:

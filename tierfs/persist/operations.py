@@ -123,18 +123,18 @@ class ObjectOperations:
         if not record.is_complete:
             why = f" ({record.manifest.note})" if record.manifest.note else ""
             doing = "being written again" if record.manifest.overwrite is not None else "not complete"
-            return f"{record.rel} is {doing}{why}; only complete steps go to the object tier"
+            return f"{doing}{why}; only complete steps go to the object tier"
         if self.registry.settings.for_namespace(record.manifest.namespace).persist.policy == "none":
             return (
-                f"the namespace {record.manifest.namespace} has persist.policy none, so nothing of it goes to the "
-                f"object tier; set it to demand for steps that are asked for"
+                f"its namespace {record.manifest.namespace} has persist.policy none, so nothing of it goes to the "
+                f"object tier; with demand go those that are asked for"
             )
         return ""
 
     async def _persist(self, record: StepRecord, failed: list[dict[str, str]]) -> None:
         await self.persister.wait_persisted(record)
         if not record.is_persisted or self.registry.records.get(record.key) is not record:
-            failed.append({"path": record.rel, "reason": f"{record.rel} was removed or written again meanwhile"})
+            failed.append({"path": record.rel, "reason": "removed or written again meanwhile"})
 
     def _sending(self, records: Sequence[StepRecord]) -> dict[str, Any]:
         """How far these steps are on their way."""
