@@ -241,6 +241,7 @@ class TierFs(pyfuse3.Operations):
             os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
         if fields.update_atime or fields.update_mtime:
             await self.tier.before_times_are_set(inode)
+            before = self.nodes.stat(inode)
             syscalls.set_times(
                 path.encode(),
                 attr.st_atime_ns if fields.update_atime else None,
@@ -248,6 +249,7 @@ class TierFs(pyfuse3.Operations):
             )
             if fields.update_mtime:
                 self._stubs.times_set(inode)
+                self.tracker.times_set(self._path_or_none(inode), before, self.nodes.stat(inode))
         return self._entry(self.nodes.stat(inode))
 
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:

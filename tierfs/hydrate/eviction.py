@@ -114,6 +114,10 @@ def _replace(hydration: Hydration, record: StepRecord, inner: str, entry: FileEn
     if not stat.S_ISREG(info.st_mode) or (info.st_ino, info.st_size) != (entry.ino, entry.size_bytes):
         return None
     if part is None and info.st_mtime_ns != entry.mtime_ns:
+        # Its time was set by another name, or bytes came by a mapping: only its checksum tells.
+        record.manifest.files[inner] = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, None, True)
+        record.unsaved = True
+        hydration.registry.checksum_soon(record, {inner})
         return None
     if part is not None:
         mark = part.mark

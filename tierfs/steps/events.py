@@ -51,6 +51,10 @@ class StepTracker(Protocol):
         """The last write handle of the inode is gone; `rel` is None when it has no name any more."""
         ...
 
+    def times_set(self, rel: str | None, before: os.stat_result, after: os.stat_result) -> None:
+        """A program set the modification time of what is there, and nothing else of it."""
+        ...
+
     async def before_unlink(self, rel: str, pid: int) -> None: ...
 
     def after_unlink(self, rel: str) -> None: ...
@@ -113,6 +117,9 @@ class NoSteps:
         pass
 
     def writer_closed(self, rel: str | None, nodeid: int) -> None:
+        pass
+
+    def times_set(self, rel: str | None, before: os.stat_result, after: os.stat_result) -> None:
         pass
 
     async def before_unlink(self, rel: str, pid: int) -> None:

@@ -84,6 +84,8 @@ class StepOperations:
         self._refuse_if_written(record)
         freed = self.registry.object_tier.ram_bytes(record)
         self.registry.evict(record)
+        if self.registry.records.get(record.key) is record:
+            freed -= self.registry.object_tier.ram_bytes(record)  # of files that a program has open
         log.info("step evicted by command", extra=self.registry.extra(record))
         return {"steps": 1, "bytes": freed}
 

@@ -11,6 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import trio
@@ -24,7 +25,7 @@ from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
 from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
-from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer, sealed_stub
+from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer, same_bytes, sealed_stub
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.steps.stub_moves import StubMoves
 
@@ -141,6 +142,18 @@ class Steps:
             self.registry.checksum_soon(record, {inner})
         self.registry.judge_soon(record)
         return entry
+
+    def times_set(self, rel: str | None, before: os.stat_result, after: os.stat_result) -> None:
+        where = self.registry.names.locate(rel) if rel is not None else None
+        record = self.registry.at(where) if where is not None else None
+        entry = record.manifest.files.get(where.inner) if record is not None and where is not None else None
+        if record is None or where is None or entry is None or not entry.sealed:
+            return
+        seen = FileEntry(before.st_size, before.st_mtime_ns, before.st_ino)
+        # Of a stub the inode's own time says nothing: bringing bytes moves it.
+        if same_bytes(seen, entry) or (entry.ino == seen.ino and self.registry.object_tier.is_stub(entry.ino)):
+            record.manifest.files[where.inner] = replace(entry, mtime_ns=after.st_mtime_ns)
+            record.unsaved = True
 
     def resume(self, nodeids: Iterable[int]) -> None:
         """After a takeover: these inodes are open for writing. Their steps are not complete before they are closed."""
