@@ -97,6 +97,10 @@ class LocalClient:
         self.objects = objects
         self._corrupted: Counter[str] = Counter()
 
+    def forget_faults(self) -> None:
+        """Count from now on which ranges came wrong."""
+        self._corrupted.clear()
+
     def orders(self) -> dict[str, Any]:
         try:
             return json.loads((self.objects / "orders.json").read_text())  # type: ignore[no-any-return]

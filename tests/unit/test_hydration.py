@@ -275,19 +275,20 @@ async def test_a_stub_whose_mark_is_damaged_gives_an_error_and_no_zeros(node: No
             await node.read("a.distcp", 0, 100)
 
 
+NAMES = st.sampled_from(sorted(FILES))
+#: What the object tier does meanwhile: of each chunk so many answers are wrong, or it answers nothing.
+FAULTS = st.sampled_from([{}, {}, {"wrong": 1}, {"wrong": 2}, {"wrong": 10**6}, {"fails": True}])
 OPERATIONS = st.lists(
     st.one_of(
-        st.tuples(
-            st.just("read"), st.sampled_from(sorted(FILES)), st.integers(0, 6 * CHUNK), st.integers(1, 2 * CHUNK)
-        ),
-        st.tuples(st.just("readers"), st.sampled_from(sorted(FILES)), st.integers(0, 5), st.integers(1, 4)),
-        st.tuples(st.just("hydrate"), st.sampled_from(sorted(FILES))),
-        st.tuples(st.just("evict")),
-        st.tuples(st.just("restart"), st.booleans()),
-        st.tuples(st.just("scribble"), st.sampled_from(["a.distcp", "sub/b.bin"]), st.integers(0, 2)),
-        st.tuples(st.just("order"), st.sampled_from(["nothing", "corrupt", "fail"]), st.sampled_from([1, 10**6])),
-        st.tuples(st.just("open"), st.sampled_from(sorted(FILES)), st.booleans()),
+        st.tuples(st.just("read"), FAULTS, NAMES, st.integers(0, 6 * CHUNK), st.integers(1, 2 * CHUNK)),
+        st.tuples(st.just("readers"), FAULTS, NAMES, st.integers(0, 5), st.integers(1, 4)),
+        st.tuples(st.just("hydrate"), FAULTS, NAMES),
+        st.tuples(st.just("evict"), FAULTS),
+        st.tuples(st.just("restart"), FAULTS),
+        st.tuples(st.just("scribble"), FAULTS, st.sampled_from(["a.distcp", "sub/b.bin"]), st.integers(0, 2)),
+        st.tuples(st.just("open"), FAULTS, NAMES, st.booleans()),
     ),
+    min_size=4,
     max_size=25,
 )
 
@@ -314,27 +315,26 @@ async def _bounded(node: Node, operations: list[tuple[Any, ...]]) -> None:
 
 
 async def _model(node: Node, operations: list[tuple[Any, ...]]) -> None:
-    may_fail = False
-    pending: Iterator[tuple[Any, ...]] = iter([*operations, ("order", "nothing", 0), ("last",)])
+    pending: Iterator[tuple[Any, ...]] = iter([*operations, ("last", {})])
     restarting = True
     while restarting:
         restarting = False
+        node.order()
         async with node.running():
             await node.hydration.populate(node.record)
-            for operation, *given_ in pending:
+            for operation, faults, *given_ in pending:
+                wrong = {f"run/step_1/{inner} {at}": faults.get("wrong", 0) for inner in FILES for at in range(6)}
+                node.client.forget_faults()
+                node.order(corrupt=wrong, fail=[f"run/step_1/{inner}" for inner in FILES if "fails" in faults])
+                may_fail = bool(faults)
                 if operation == "restart":
                     restarting = True
                     break
-                if operation == "order":
-                    kind, times = given_
-                    may_fail = kind != "nothing"
-                    key = "run/step_1/a.distcp"
-                    corrupt = {f"{key} {chunk}": times for chunk in range(6)} if kind == "corrupt" else {}
-                    node.order(corrupt=corrupt, fail=["run/step_1/sub/b.bin"] if kind == "fail" else [])
-                elif operation == "evict":
+                if operation == "evict":
                     assert node.hydration.evict(node.record)
-                    shutil.rmtree(node.tier.trash)
-                    node.tier.trash.mkdir()
+                    for thrown in list(node.tier.trash.iterdir()):
+                        shutil.rmtree(thrown)
+                        node.registry.freed(thrown.name)
                 elif operation == "hydrate":
                     with suppress(NoRoom, *((ObjectError, ChecksumMismatch) if may_fail else ())):
                         await node.hydration.hydrate(node.path(given_[0]).stat().st_ino)
