@@ -146,6 +146,10 @@ class FaultProxy:
         with self._lock:
             self.rules.extend(rules)
 
+    def reseed(self, seed: int) -> None:
+        self.seed = seed
+        self._dice.seed(seed)
+
     def clear(self) -> None:
         """No more faults; what is stalled or slow now goes on as it began."""
         with self._lock:
