@@ -26,7 +26,8 @@ def setting(default: Any, doc: str, *, kind: str, choices: tuple[str, ...] = (),
 
     text, bool, int, size (bytes, `3GiB`), share (bytes or a percentage of memory), duration (seconds, `30s`),
     path, choice, texts (a list), patterns (a list of regular expressions), table (a mapping of name to text, laid
-    over the default's entries), room (auto, off or a size), name (of an instance), url (of an object tier).
+    over the default's entries), room (auto, off or a size), name (of an instance), url (of an object tier),
+    endpoint (a URL of http or https).
     `least` is the smallest number accepted.
     """
     metadata = {"doc": doc, "kind": kind, "choices": choices, "least": least}
@@ -231,10 +232,14 @@ class TransferSettings:
     upload_bytes_s: int = setting(0, "Bandwidth of uploads at most, bytes a second; 0 is no limit.", kind="size")
     download_bytes_s: int = setting(0, "Bandwidth of hydration at most, bytes a second; 0 is no limit.", kind="size")
     retry_for_s: float = setting(
-        120.0, "How long one request is tried again, with growing pauses, before its work is put off.", kind="duration"
+        120.0,
+        "How long one request is tried again, with growing pauses, after it failed first, before its work is put off.",
+        kind="duration",
     )
     read_retry_for_s: float = setting(
-        120.0, "The same for a program that waits for bytes: then its read(2) fails with EIO.", kind="duration"
+        120.0,
+        "The same for a program that waits for bytes: then its read(2) fails with EIO.",
+        kind="duration",
     )
     index_every_s: float = setting(
         60.0, "How often the object tier is looked at for steps that others put there or removed.", kind="duration"
@@ -247,19 +252,21 @@ class S3Settings:
     environment, profile, web identity (IRSA), container (Pod Identity), instance metadata."""
 
     endpoint_url: str = setting(
-        "", "Endpoint of an S3-compatible server; empty is Amazon's of the region.", kind="text"
+        "",
+        "Endpoint of an S3-compatible server; empty is what AWS_ENDPOINT_URL or the profile says, else Amazon's.",
+        kind="endpoint",
     )
     region: str = setting("", "Region; empty is what the environment or the profile says, else us-east-1.", kind="text")
     profile: str = setting("", "Profile of the shared AWS configuration files.", kind="text")
     addressing: str = setting(
         "auto",
-        "Bucket in the host name (virtual) or in the path; auto is path where endpoint_url is set.",
+        "Bucket in the host name (virtual) or in the path; auto is path but at Amazon's.",
         kind="choice",
         choices=("auto", "virtual", "path"),
     )
     ca_bundle: Path | None = setting(None, "Certificates to trust for TLS.", kind="path")
     read_timeout_s: float = setting(
-        20.0, "A request that gets no byte for so long is given up and tried again.", kind="duration"
+        20.0, "A request that gets no byte for so long is broken off and tried again.", kind="duration"
     )
 
 

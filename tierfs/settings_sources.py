@@ -284,14 +284,21 @@ def _split_namespace(dotted: str) -> tuple[str | None, str]:
 def _check_together(settings: Settings) -> None:
     namespaces = ["", *settings.namespaces]
     for glob in namespaces:
+        prefix = f'namespaces."{glob}".' if glob else ""
         retention = settings.for_namespace(glob).retention
         if 0 < retention.ram_max_steps < retention.ram_steps:
-            prefix = f'namespaces."{glob}".' if glob else ""
             raise SettingsError(
                 f"{prefix}retention.ram_max_steps = {retention.ram_max_steps} contradicts "
                 f"retention.ram_steps = {retention.ram_steps}, which are never evicted; "
                 "make it at least as large, or 0",
                 key=f"{prefix}retention.ram_max_steps",
+            )
+        persist = settings.for_namespace(glob).persist
+        if persist.policy == "every" and not (persist.every_steps or persist.every_s):
+            raise SettingsError(
+                f'{prefix}persist.policy = "every" needs persist.every_steps or persist.every_s, or both; '
+                "what only `tierfs flush` is to send, is the policy demand",
+                key=f"{prefix}persist.policy",
             )
 
 

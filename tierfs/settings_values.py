@@ -79,6 +79,8 @@ def _parse(key: SettingKey, value: Any, memory_bytes: Callable[[], int] | None) 
         raise ValueError("not a name; use up to 64 letters, digits, _ - and ., not starting with - or .")
     if key.kind == "url":
         _check_url(text)
+    if key.kind == "endpoint" and text and not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", text):
+        raise ValueError("not an endpoint; write http://host:port or https://host")
     return text
 
 
@@ -174,6 +176,11 @@ def _parse_path(text: str) -> Path | None:
 
 
 def _check_url(text: str) -> None:
-    if not text or re.fullmatch(r"file:///.+|s3://[a-z0-9][a-z0-9.-]+(/.*)?", text):
+    if not text:
         return
-    raise ValueError("not an object tier; write file:///path or s3://bucket/prefix")
+    # Compatible servers allow '_' and capitals in names of buckets.
+    if not re.fullmatch(r"file:///.*[^/].*|s3://[A-Za-z0-9][A-Za-z0-9._-]+(/.*)?", text):
+        raise ValueError("not an object tier; write file:///path or s3://bucket/prefix")
+    parts = text.partition("://")[2].strip("/").split("/")
+    if ".." in parts or (text.startswith("s3:") and ("" in parts or "." in parts)):
+        raise ValueError("its path must not hold '..', nor a prefix '.' or two slashes side by side")

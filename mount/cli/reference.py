@@ -84,6 +84,7 @@ KIND_NAMES = {
     "texts": "list",
     "patterns": "list",
     "url": "text",
+    "endpoint": "text",
     "name": "text",
     "room": "share",
 }

@@ -135,6 +135,16 @@ def test_every_error_names_key_value_remedy_and_source(toml: Any) -> None:
         ("log.directory=logs", "log.directory", "absolute path"),
         ("name=../x", "name", "not a name"),
         ("object=ftp://x", "object", "file:///path or s3://bucket/prefix"),
+        ("object=file:///", "object", "file:///path or s3://bucket/prefix"),
+        ("object=file:///a/../b", "object", "must not hold '..'"),
+        ("object=s3://bucket/a//b", "object", "must not hold '..'"),
+        ("s3.endpoint_url=localhost:8333", "s3.endpoint_url", "http://host:port"),
+        ("persist.policy=every", "persist.policy", "needs persist.every_steps or persist.every_s"),
+        (
+            "persist.every_steps=2,namespaces.a.persist.every_steps=0,namespaces.a.persist.policy=every",
+            'namespaces."a".persist.policy',
+            "needs",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_with_advice(option: str, key: str, said: str) -> None:
