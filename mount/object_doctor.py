@@ -16,7 +16,7 @@ from tierfs.settings import Settings
 from tierfs.units import format_size
 
 CHECK = "object tier"
-#: The client library tries three times, 20 s each by default; more than this nobody waits for.
+#: The client library tries twice, 20 s each by default; more than this nobody waits for.
 _PROBE_WITHIN_S = 75.0
 
 
@@ -30,8 +30,7 @@ def examine_object_tier(settings: Settings, *, whose: str = "") -> Iterator[Find
     try:
         store = open_store(StoreSettings(url, settings.s3, 2))
     except SettingsError as error:
-        found, _, advice = error.message.partition(": ")
-        yield Finding(CHECK, FAIL, f"{whose}{found}", advice)
+        yield Finding(CHECK, FAIL, f"{whose}{error.message}", f"correct {error.key or 'it'}")
         return
     try:
         yield from _probed(store, about)
@@ -127,7 +126,10 @@ def _file_system(place: Path) -> str:
 def _s3(settings: Settings, about: str) -> Iterator[Finding]:
     from tierfs.objects.s3_inspection import aborts_old_uploads, credentials_source
 
-    source = credentials_source(settings.s3)
+    source, problem = credentials_source(settings.s3)
+    if problem:
+        yield Finding("credentials", WARN, f"can't be read: {problem}", "look at s3.profile and the files of AWS")
+        return
     if source:
         yield Finding("credentials", OK, f"from {source}")
     else:

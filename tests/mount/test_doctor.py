@@ -94,3 +94,15 @@ def test_an_object_tier_that_can_not_be_used_is_a_warning_that_says_why(stub: Ri
     found = findings(done)["object tier"][0]
     assert found["verdict"] == "warn" and str(stub.directory) in found["found"] and found["advice"], found
     assert tierfs("doctor", "-o", "object=s3://").returncode == 2
+
+
+def test_a_profile_and_certificates_that_are_missing_are_said(stub: Rig) -> None:
+    where = "object=s3://bucket/ckpt,s3.endpoint_url=http://127.0.0.1:9"
+    found = findings(tierfs("doctor", "--json", "-o", f"{where},s3.profile=not-there"))
+    assert found["credentials"][0]["verdict"] == "warn"
+    assert "not-there" in found["credentials"][0]["found"] and found["credentials"][0]["advice"]
+    done = tierfs("doctor", "--json", "-o", f"{where},s3.ca_bundle={stub.directory}/none.pem")
+    assert done.returncode == 1
+    (missing,) = findings(done)["object tier"]
+    assert (missing["verdict"], missing["advice"]) == ("fail", "correct s3.ca_bundle")
+    assert f"{stub.directory}/none.pem is not a file" in missing["found"]

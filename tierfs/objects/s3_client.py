@@ -18,8 +18,9 @@ from botocore.config import Config  # type: ignore[import-untyped]
 from tierfs.errors import SettingsError
 from tierfs.settings import S3Settings
 
-#: Attempts of one request by the client itself: what is over within a few seconds. The long retries are the caller's.
-_ATTEMPTS = 3
+#: Attempts of one request by the client itself, the first included: a connection that was idle for too long is gone
+#: when it is used again. All longer retries are the caller's: it knows for how long, and slows down for throttling.
+_ATTEMPTS = 2
 _CONNECT_S = 5.0
 #: Connections kept beside those of transfers: for a listing or a small object meanwhile.
 _POOL_SPARE = 2
@@ -91,7 +92,7 @@ class S3Clients:
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 s3={"addressing_style": addressing, "payload_signing_enabled": False},
-                retries={"mode": "standard", "max_attempts": _ATTEMPTS},
+                retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
                 connect_timeout=_CONNECT_S,
                 read_timeout=self._settings.read_timeout_s,
                 max_pool_connections=self._connections + _POOL_SPARE,

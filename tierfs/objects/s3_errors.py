@@ -7,6 +7,7 @@ HTTP status decides.
 from __future__ import annotations
 
 import http.client
+import re
 
 import urllib3.exceptions
 from botocore import exceptions as boto  # type: ignore[import-untyped]
@@ -128,6 +129,10 @@ _CREDENTIALS = (
 )
 
 
+#: `... Failed to establish a new connection: [Errno 111] Connection refused` of urllib3.
+_OS_ERROR = re.compile(r"\[Errno -?\d+\] ([A-Z][\w ]+)")
+
+
 def code_of(error: BaseException) -> str:
     """S3's error code, or the HTTP status where the answer had no body; "" for what never was an answer."""
     if not isinstance(error, boto.ClientError):
@@ -174,7 +179,21 @@ def translated(error: Exception, action: str, url: str, key: str, endpoint: str)
         )
     if isinstance(error, (boto.ParamValidationError, boto.ValidationError)):
         return ObjectError(f"{what}: {error}")
+    if isinstance(error, (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)):
+        return ObjectUnavailable(
+            f"{what}: no connection to {endpoint}{_cause(error)}; look at s3.endpoint_url, proxies, firewalls and "
+            "whether the server runs"
+        )
+    if isinstance(error, boto.ReadTimeoutError):
+        return ObjectUnavailable(f"{what}: {endpoint} took the request and said nothing (s3.read_timeout_s)")
     return ObjectUnavailable(f"{what}: {type(error).__name__}: {error} (endpoint {endpoint})")
+
+
+def _cause(error: Exception) -> str:
+    """What the operating system said of a connection that was not made, in parentheses; "" where it is not known."""
+    said = str(error.kwargs.get("error", "")) if isinstance(error, boto.BotoCoreError) else ""
+    found = _OS_ERROR.search(said)
+    return f" ({found[1].lower()})" if found else ""
 
 
 def _refused(error: Exception, what: str, action: str, url: str, endpoint: str) -> ObjectError:

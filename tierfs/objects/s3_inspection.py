@@ -25,16 +25,16 @@ _SOURCES = {
 }
 
 
-def credentials_source(settings: S3Settings) -> str:
-    """A sentence part; "" where there are none. Never holds a key or a secret."""
+def credentials_source(settings: S3Settings) -> tuple[str, str]:
+    """Where they come from, "" where there are none; and why they can't be read. Never holds a key or a secret."""
     try:
         session = boto3.session.Session(profile_name=settings.profile or None)
         credentials = session.get_credentials()
     except BotoCoreError as error:
-        return f"can't be read: {error}"
+        return "", str(error)
     if credentials is None:
-        return ""
-    return _SOURCES.get(str(credentials.method), str(credentials.method))
+        return "", ""
+    return _SOURCES.get(str(credentials.method), str(credentials.method)), ""
 
 
 def aborts_old_uploads(bucket: str, prefix: str, settings: S3Settings) -> bool | None:
