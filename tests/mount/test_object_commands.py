@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -159,6 +160,22 @@ def test_an_unreachable_store_mounts_and_status_says_why_it_waits(tiered: Object
 
 
 # --- umount
+
+
+def test_a_read_that_failed_while_the_store_was_away_is_no_problem_once_it_answers(tiered: ObjectRig) -> None:
+    tiered.mount("transfer.read_retry_for_s=0", "transfer.index_every_s=1")
+    step = tiered.write_step("step_5")
+    assert tierfs("wait", step, "--timeout", "60").returncode == 0
+    assert tierfs("evict", step).returncode == 0
+    tiered.close_gate()
+    with pytest.raises(OSError) as failed:
+        (step / "model.safetensors").read_bytes()
+    assert failed.value.errno == errno.EIO
+    problems = ask("status", tiered.real.place, code=3)["problems"]
+    assert [each["path"] for each in problems if "can't be fetched" in each["message"]] == ["run1/step_5"]
+    tiered.open_gate()
+    assert len((step / "model.safetensors").read_bytes()) == 2 * MIB
+    wait_until(lambda: tierfs("status", tiered.real.place).returncode == 0, "no problem is left")
 
 
 def test_umount_sends_what_is_owed_first(tiered: ObjectRig) -> None:

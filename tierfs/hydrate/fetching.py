@@ -11,7 +11,7 @@ import trio
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
 from tierfs.checksum import CHUNK_BYTES, READ_BYTES
-from tierfs.errors import ChecksumMismatch, ObjectError, ObjectMissing, ObjectUnavailable, TierfsError
+from tierfs.errors import ChecksumMismatch, ObjectCorrupt, ObjectError, ObjectMissing, ObjectUnavailable, TierfsError
 from tierfs.hydrate.partial import GOOD, MISSING, UNCHECKED, Fetch, PartialFile
 from tierfs.hydrate.room import HydrationRoom
 from tierfs.hydrate.stubs import restore_times
@@ -32,6 +32,8 @@ class Fetcher:
         self._client = client
         self._room = room
         self._threads = trio.CapacityLimiter(2)
+        #: What `status` says of a step whose bytes could not be had, but may be had later; by the step's path.
+        self._passing: dict[str, str] = {}
         self.nursery: trio.Nursery | None = None
         #: A fetch ended, well or not, and nobody was told yet.
         self.settled: Callable[[PartialFile], None] = lambda part: None
@@ -98,6 +100,7 @@ class Fetcher:
             except ObjectError as error:
                 raise self._failed(part, chunk, error) from None
             if found == expected:
+                self._came(part, chunk)
                 return
             log.warning(
                 "chunk %d came with another checksum than was sealed (attempt %d of %d)", chunk, attempt, ATTEMPTS,
@@ -123,12 +126,23 @@ class Fetcher:
         else:
             part.set(chunk, MISSING)
 
+    def _came(self, part: PartialFile, chunk: int) -> None:
+        """What the store could not give a while ago, it gives again: `status` has no need of it any more."""
+        if part.mark is not None:
+            rel = f"{part.mark.namespace}/{part.mark.step}"
+            message = self._passing.pop(rel, "")
+            if message and any(each["message"] == message for each in self._registry.problems):
+                self._registry.clear_problems(rel)
+
     def _failed(self, part: PartialFile, chunk: int, error: TierfsError) -> TierfsError:
         """Say what can't be read, and why."""
         message = f"chunk {chunk} of {part.where.removeprefix('root/')} can't be fetched: {error.message}"
         log.error("%s", message, extra=self._extra(part))
         if part.mark is not None:
-            self._registry.problem("error", message, f"{part.mark.namespace}/{part.mark.step}")
+            rel = f"{part.mark.namespace}/{part.mark.step}"
+            self._registry.problem("error", message, rel)
+            if isinstance(error, ObjectError) and error.may_pass and not isinstance(error, ObjectCorrupt):
+                self._passing[rel] = message
         return type(error)(message) if isinstance(error, ChecksumMismatch | ObjectError) else error
 
     def _extra(self, part: PartialFile) -> dict[str, str]:
