@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from persist_driver import Node, check_listed, listed, memory_node, quickly, settings
-from step_driver import until
+from step_driver import FILES, until
 
 from rig.memory_client import MemoryClient, MemoryStore, Upload
 from tierfs.errors import ObjectMissing, ObjectUnavailable
@@ -168,6 +168,39 @@ async def test_another_save_of_a_step_that_is_only_there_takes_its_place(
     record = node.record("run/step_1")
     assert record.manifest.generation == 2
     assert set((await node.index.manifest("run", "step_1")).files) == {".metadata", "__0_0.distcp"}
+
+
+async def test_a_copy_of_a_step_that_another_node_saved_again_is_let_go(
+    writer: Node, tmp_path: Path, store: MemoryStore
+) -> None:
+    node = memory_node(tmp_path, store)
+    await node.index.refresh()
+    record = node.record("run/step_1")
+    for name in FILES:  # as if it had been looked into, and all of it read
+        (record.directory / name).write_bytes(store.objects[f"run/step_1/{name}"].data)
+    record.manifest.populated, record.manifest.files = True, record.scan()
+    await writer.driver.save("run/step_1", 2)
+    await writer.drain()
+    await node.index.refresh()
+    assert node.record("run/step_1").manifest.generation == 2
+    assert os.listdir(record.directory) == [], "to be fetched from what is there now"
+    assert node.registry.problems == []
+
+
+async def test_a_save_of_its_own_that_another_node_replaced_stays_and_is_told(
+    writer: Node, tmp_path: Path, store: MemoryStore
+) -> None:
+    node = memory_node(tmp_path, store, name="n2")
+    await node.driver.save("run/step_9", 9)
+    await node.drain()
+    await writer.index.refresh()
+    await writer.driver.rmtree("run/step_9")
+    await writer.driver.save("run/step_9", 10)
+    await writer.drain()
+    await node.index.refresh()
+    assert node.driver.loaded("run/step_9") == 9
+    assert not node.record("run/step_9").is_persisted
+    assert "another node committed" in node.registry.problems[0]["message"]
 
 
 async def test_a_step_whose_deletion_is_owed_is_not_shown_again(

@@ -53,10 +53,22 @@ def adopt(registry: StepRegistry, manifest: ObjectManifest, etag: str) -> StepRe
     return record
 
 
+def is_copy(record: StepRecord) -> bool:
+    """The step was adopted and nobody saved it here since: what RAM has of it came from the object tier.
+
+    A step that is saved begins before it completes; an adopted one is said to have done both at once.
+    """
+    return record.manifest.created_at == record.manifest.completed_at
+
+
 def describe_anew(registry: StepRegistry, record: StepRecord, manifest: ObjectManifest, etag: str) -> None:
     """Another save of the step was committed, of which nothing is here but the directory. Raises OSError."""
     local = record.manifest
-    local.generation, local.completed_at = manifest.generation, manifest.completed_at
+    local.generation, local.created_at, local.completed_at = (
+        manifest.generation,
+        manifest.completed_at,
+        manifest.completed_at,
+    )
     local.bytes, local.marker = manifest.size_bytes, manifest.marker
     local.persisted = persisted_as(manifest, etag)
     registry.save(record)

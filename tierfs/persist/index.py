@@ -17,7 +17,7 @@ import trio
 from tierfs.checksum import to_text
 from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing
 from tierfs.objects.client import ObjectClient
-from tierfs.persist.adoption import adopt, describe_anew, persisted_as
+from tierfs.persist.adoption import adopt, describe_anew, is_copy, persisted_as
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.identity import TierIdentity
 from tierfs.persist.layout import manifest_key
@@ -232,15 +232,21 @@ class ObjectIndex:
             record.manifest.persisted = persisted_as(manifest, etag)
             self.registry.save_or_later(record)
             return False
-        if self._has_stubs(record):
+        if self._has_stubs(record) or is_copy(record):
             if self.registry.handles_in(record):
                 return False  # at the next look
-            # Its stubs are of objects that another save replaced.
+            # It is of objects that another save replaced, and nodes that load the step must load the same.
             self.registry.remove(record)
             return adopt(self.registry, manifest, etag) is not None
         if persisted is not None:
             record.manifest.persisted = None  # another node's save is there now, and this one is whole here
             self.registry.save_or_later(record)
+            message = (
+                f"{record.rel} of this node is not what the object tier holds: another node committed a save of its "
+                f"own since, so this one stays in RAM only; remove it here to see the other one"
+            )
+            self.registry.problem("warning", message, record.rel)
+            log.warning("%s", message, extra=_extra(key))
         return False
 
     def _commit_is_broken(self, key: Key) -> None:
