@@ -114,8 +114,18 @@ async def wait_for(condition: Callable[[], object], what: str) -> None:
     raise AssertionError(f"not within 20 s: {what}")
 
 
+#: Servers that other tests of this session started, before the test that runs.
+others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _know_others() -> None:
+    others.clear()
+    others.update(children_of(os.getpid()))
+
+
 def worker_pids() -> list[int]:
-    return children_of(os.getpid())
+    return [pid for pid in children_of(os.getpid()) if pid not in others]
 
 
 def children_of(pid: int) -> list[int]:
