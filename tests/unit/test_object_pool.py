@@ -96,9 +96,9 @@ def contents(fd: int) -> bytes:
 
 @asynccontextmanager
 async def running(
-    settings: Settings, store_module: str = "scripted_store", stalled_after_s: float = 300.0
+    settings: Settings, store_module: str = "scripted_store", **seconds: float
 ) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(settings, store_module=store_module, stalled_after_s=stalled_after_s)
+    pool = WorkerPool(settings, store_module=store_module, **seconds)
     with trio.fail_after(BOUND_S):
         async with trio.open_nursery() as nursery:
             await nursery.start(pool.run)
@@ -566,6 +566,24 @@ async def test_a_request_in_which_nothing_moves_is_given_up(settings: Settings, 
         assert (await pool.list_all("")).objects == ()
         assert pool.stats.errors_by_kind == {"ObjectUnavailable": 1}
         script.let_go()
+
+
+async def test_a_worker_that_is_stopped_is_replaced_and_one_that_is_busy_is_not(
+    settings: Settings, script: Script
+) -> None:
+    async with running(settings, silent_after_s=1.0) as pool:
+        await pool.list_all("")
+        (pid,) = worker_pids()
+        script.hold()
+        script.fault("list_page", "hold")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pool.list_all, "")
+            await trio.sleep(1.5)
+            assert worker_pids() == [pid], "its thread waits for the store, and it says so"
+            script.let_go()
+        os.kill(pid, signal.SIGSTOP)
+        await pool.list_all("")
+        assert pid not in worker_pids()
 
 
 # --- resources

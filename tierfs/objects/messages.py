@@ -5,7 +5,8 @@ objects need no base64. Descriptors ride along by SCM_RIGHTS, at most one a fram
 one does.
 
 Requests are `{"id", "op", …}`, answers `{"id", "ok": {…}}` or `{"id", "error": {"kind", "message", …}}`. The op
-`cancel` names in `of` a request whose result nobody wants, and `configure` comes first; both get no answer.
+`cancel` names in `of` a request whose result nobody wants, and `configure` comes first; both get no answer. `ping` is
+answered at once, whatever else goes on.
 """
 
 from __future__ import annotations

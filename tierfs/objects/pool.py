@@ -38,6 +38,8 @@ _ANSWERS = (ObjectMissing, ObjectExists, UploadMissing)
 _WARN_EVERY_S = 30.0
 #: Longer than the stores' own time-outs and repetitions together.
 STALLED_AFTER_S = 300.0
+#: A worker that gives no sign of life for so long is ended, seconds. On a busy machine one waits for the processor.
+SILENT_AFTER_S = 60.0
 
 
 class WorkerPool:
@@ -49,6 +51,7 @@ class WorkerPool:
         *,
         store_module: str = "tierfs.objects.opening",
         stalled_after_s: float = STALLED_AFTER_S,
+        silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
         """`store_module` has `open_store(StoreSettings)`; tests put a store of their own there. An attempt in which no
         byte moves for `stalled_after_s` has failed."""
@@ -59,6 +62,7 @@ class WorkerPool:
         self.stats = ClientStats(concurrency=transfer.connections)
         self._transfer = transfer
         self._store_module = store_module
+        self._silent_after_s = silent_after_s
         self._configuration = {
             "store": store.to_json(),
             "bytes_s": {"up": transfer.upload_bytes_s / share, "down": transfer.download_bytes_s / share},
@@ -198,7 +202,7 @@ class WorkerPool:
         self._workers = [worker for worker in self._workers if worker.alive]
         least = min(self._workers, key=lambda worker: worker.load, default=None)
         if least is None or (least.load and len(self._workers) < self._transfer.workers):
-            least = WorkerProcess(self._configuration, self._store_module)
+            least = WorkerProcess(self._configuration, self._store_module, self._silent_after_s)
             self._workers.append(least)
             self._nursery.start_soon(least.run)
         await least.started.wait()

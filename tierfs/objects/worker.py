@@ -88,6 +88,8 @@ class Worker:
     def _hear(self, frame: Frame) -> None:
         header = frame.header
         match header["op"]:
+            case "ping":
+                self._answer({"id": header["id"], "ok": {}})
             case "cancel":
                 request = self._running.get(header["of"])
                 if request is not None:

@@ -23,6 +23,8 @@ log = logging.getLogger("tierfs.objects")
 
 #: How long a worker may take to let go of a file that the caller wants back, and of other requests.
 LET_GO_WITHIN_S = 5.0
+#: How often a worker that has something to do is asked for a sign of life within the time that it may be silent.
+PINGS = 4
 _STOP_WITHIN_S = 0.5
 _SEND_WITHIN_S = 10.0
 _END_WITHIN_S = 0.5
@@ -38,11 +40,14 @@ class _Pending:
 class WorkerProcess:
     """`run` starts it and returns when it has ended, whoever ended it. Afterwards `alive` is False."""
 
-    def __init__(self, configuration: dict[str, Any], store_module: str) -> None:
+    def __init__(self, configuration: dict[str, Any], store_module: str, silent_after_s: float) -> None:
         self._configuration = configuration
         self._store_module = store_module
+        self._silent_after_s = silent_after_s
+        self._heard_at = 0.0
         self._pending: dict[int, _Pending] = {}
         self._last_id = 0
+        self._busy = trio.Event()
         self._sending = trio.Lock()
         self._ended = trio.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -61,6 +66,12 @@ class WorkerProcess:
         return self._process.pid if self._process is not None else 0
 
     async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_when_silent)
+            await self._serve()
+            nursery.cancel_scope.cancel()
+
+    async def _serve(self) -> None:
         reader = FrameReader()
         try:
             self._start()
@@ -68,6 +79,7 @@ class WorkerProcess:
             await self._send({"op": "configure", **self._configuration}, b"", None)
             self.started.set()
             while data := await self._connection.recv(READ_BYTES):
+                self._heard_at = trio.current_time()
                 reader.feed(data)
                 for frame in reader.frames():
                     pending = self._pending.get(int(frame.header["id"]))
@@ -96,6 +108,7 @@ class WorkerProcess:
         self._last_id += 1
         number = self._last_id
         pending = self._pending[number] = _Pending()
+        self._busy.set()
         try:
             await self._send({**header, "id": number}, body, fd)
             try:
@@ -117,6 +130,25 @@ class WorkerProcess:
             self._process.kill()
 
     # --- within
+
+    async def _end_when_silent(self) -> None:
+        """A worker answers a ping whatever its threads wait for. One that does not is stopped or frozen, and what waits
+        for it, among it programs that can't be killed meanwhile, would wait for ever."""
+        while True:
+            self._heard_at = trio.current_time()
+            await self._busy.wait()
+            while self._pending:
+                silent_s = trio.current_time() - self._heard_at
+                if silent_s > self._silent_after_s:
+                    log.error("a worker for the object tier (process %d) is silent for %.0f s: ending it", self.pid,
+                              silent_s)  # fmt: skip
+                    self.kill()
+                    return
+                self._last_id += 1
+                with suppress(ObjectUnavailable):  # then it is being ended
+                    await self._send({"op": "ping", "id": self._last_id}, b"", None)
+                await trio.sleep(self._silent_after_s / PINGS)
+            self._busy = trio.Event()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
