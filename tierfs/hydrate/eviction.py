@@ -54,7 +54,7 @@ def evict(hydration: Hydration, record: StepRecord) -> bool:
             if registry.open_handles(entry.ino) or not _is_there(hydration, record, inner, entry):
                 continue
             if not freed_bytes:
-                away.mkdir(mode=0o700)
+                away.mkdir(mode=0o700, exist_ok=True)
             new = _replace(hydration, record, inner, entry, away / str(at))
             if new is not None:
                 manifest.files[inner] = new

@@ -67,7 +67,7 @@ class Fetcher:
             with contextlib.suppress(OSError):
                 await self._room.give_up(part, chunk)
         except BaseException:
-            fetch.error = ObjectUnavailable(f"{part.where} is not fetched any more: the daemon stops")
+            fetch.error = ObjectUnavailable(f"{part.shown} is not fetched any more: the daemon stops")
             raise
         finally:
             if part.mark is not None and part.fd >= 0:
@@ -83,7 +83,7 @@ class Fetcher:
     async def bring(self, part: PartialFile, chunk: int, fd: int, *, urgent: bool) -> None:
         """Fetch the chunk into a file, and return once it is what was sealed. ObjectError, ChecksumMismatch, NoRoom."""
         if part.mark is None or part.object is None:
-            raise ObjectError(f"nobody knows where the bytes of {part.where} are")
+            raise ObjectError(f"nobody knows where the bytes of {part.shown} are")
         expected = part.object.chunks[chunk]
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -136,7 +136,7 @@ class Fetcher:
 
     def _failed(self, part: PartialFile, chunk: int, error: TierfsError) -> TierfsError:
         """Say what can't be read, and why."""
-        message = f"chunk {chunk} of {part.where.removeprefix('root/')} can't be fetched: {error.message}"
+        message = f"chunk {chunk} of {part.shown} can't be fetched: {error.message}"
         log.error("%s", message, extra=self._extra(part))
         if part.mark is not None:
             rel = f"{part.mark.namespace}/{part.mark.step}"
@@ -147,7 +147,7 @@ class Fetcher:
 
     def _extra(self, part: PartialFile) -> dict[str, str]:
         mark = part.mark
-        named = (mark.namespace, mark.step, mark.file) if mark is not None else ("", "", part.where)
+        named = (mark.namespace, mark.step, mark.file) if mark is not None else ("", "", part.shown)
         return {"namespace": named[0], "step": named[1], "file": named[2], "tier": "object"}
 
 

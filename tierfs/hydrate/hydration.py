@@ -322,14 +322,14 @@ class Hydration:
     async def _get_ready(self, part: PartialFile) -> None:
         mark = part.mark
         if mark is None:
-            raise ObjectCorrupt(f"{part.where} is a stub whose mark is damaged, so nobody knows where its bytes are")
+            raise ObjectCorrupt(f"{part.shown} is a stub whose mark is damaged, so nobody knows where its bytes are")
         if part.fd < 0:
             part.fd = self.table.open(part)
         manifest = await self._manifest_of(mark.namespace, mark.step)
         found: ObjectFile | None = manifest.files.get(mark.file)
         if found is None or (found.size_bytes, found.checksum) != (mark.size_bytes, mark.checksum):
             raise ObjectError(
-                f"{part.where.removeprefix('root/')} can't be fetched: the object tier holds another generation of "
+                f"{part.shown} can't be fetched: the object tier holds another generation of "
                 f"{mark.namespace}/{mark.step} by now"
             )
         if manifest.chunk_bytes != CHUNK_BYTES or len(found.chunks) != part.count:

@@ -71,6 +71,11 @@ class PartialFile:
         self.changed = trio.Event()
 
     @property
+    def shown(self) -> str:
+        """Its path as programs know it."""
+        return self.where.removeprefix("root/")
+
+    @property
     def size_bytes(self) -> int:
         return self.mark.size_bytes if self.mark is not None else 0
 

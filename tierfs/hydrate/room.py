@@ -81,7 +81,7 @@ class HydrationRoom:
         free = self.free_bytes
         if free < needed:
             raise NoRoom(
-                f"{format_size(needed)} are missing of {part.where}, and the RAM tier has room for "
+                f"{format_size(needed)} are missing of {part.shown}, and the RAM tier has room for "
                 f"{format_size(max(0, free))}; evict or unpin a step, or mount with a larger size",
                 needed_bytes=needed,
                 free_bytes=max(0, free),
@@ -105,7 +105,7 @@ class HydrationRoom:
                     break
         free = max(0, self._tier.usage().free_bytes)
         raise NoRoom(
-            f"a chunk of {part.where} needs {format_size(needed)}, and the RAM tier has {format_size(free)} free and "
+            f"a chunk of {part.shown} needs {format_size(needed)}, and the RAM tier has {format_size(free)} free and "
             f"nothing that may go; evict or unpin a step, or mount with a larger size",
             needed_bytes=needed,
             free_bytes=free,
