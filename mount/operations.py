@@ -22,7 +22,7 @@ from tierfs.persist.selection import select
 from tierfs.settings_sources import describe_settings
 from tierfs.steps.names import safe_relative
 from tierfs.steps.operations import StepOperations
-from tierfs.steps.report import describe_namespaces, describe_step, step_bytes
+from tierfs.steps.report import describe_namespaces, describe_step, step_bytes, step_tier
 
 if TYPE_CHECKING:
     from mount.channel import Channel
@@ -292,12 +292,10 @@ def _add_up(sums: dict[str, Any], tier: str, found: Mapping[str, Any]) -> None:
 
 
 def _tier_of(entry: Mapping[str, Any], step: Mapping[str, Any] | None) -> str:
-    """Where the bytes are: `ram`, `object` where they have to be fetched, or `ram+object` for a step that is mixed."""
+    """Where the bytes of a file are, or of the step that a directory is, or is in."""
     if entry["type"] == "file":
         return str(entry["level"])
-    if step is None or not step.get("stubs"):
-        return "ram"
-    return "ram+object" if step.get("ram_bytes") else "object"
+    return "ram" if step is None else step_tier(step)
 
 
 def _object_problems(objects: dict[str, Any] | None) -> list[dict[str, str]]:

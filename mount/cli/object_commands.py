@@ -13,8 +13,8 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     flush = subparsers.add_parser(
         "flush",
         help="send complete steps to the object tier",
-        description="Owes complete steps to the object tier, whatever the policy says. They are sent in the\n"
-        "background; with --wait the command returns once they are there.",
+        description="Owes complete steps to the object tier, whatever the policy says; none alone refuses. They are\n"
+        "sent in the background; with --wait the command returns once they are there.",
         epilog="examples:\n"
         "  tierfs flush /ckpt/run1/step_500 --wait\n"
         "  tierfs flush --all --wait --timeout 600       everything there is, with a progress bar\n\n"
@@ -23,7 +23,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     flush.add_argument("paths", metavar="PATH", nargs="*", help="step, or a directory with all steps below it")
     flush.add_argument("--all", action="store_true", help="every complete step of the instance")
     flush.add_argument("--wait", action="store_true", help="return once they are in the object tier")
-    flush.add_argument("--timeout", type=_seconds, metavar="S", help="with --wait: give up waiting after S seconds")
+    flush.add_argument("--timeout", type=_seconds, metavar="S", help="with --wait: give up after S seconds, or 5min")
     add_json(flush)
     flush.set_defaults(run=run_flush)
 
@@ -35,11 +35,11 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
         epilog="examples:\n"
         "  tierfs wait /ckpt/run1/step_500 --level object\n"
         "  tierfs wait /ckpt/run1/step_500 --timeout 300 || echo 'not durable yet'\n\n"
-        "exit codes: 0 reached, 1 not in time, or it never will be, 4 not mounted",
+        "exit codes: 0 reached, 1 not in time, or it never will be, 2 there is no object tier, 4 not mounted",
     )
     wait.add_argument("path", metavar="PATH", help="step's directory in the mount")
     wait.add_argument("--level", choices=("ram", "object"), default="object", help="what to wait for (default object)")
-    wait.add_argument("--timeout", type=_seconds, metavar="S", help="give up after S seconds (default: never)")
+    wait.add_argument("--timeout", type=_seconds, metavar="S", help="give up after S seconds, or 5min (default: never)")
     add_json(wait)
     wait.set_defaults(run=run_wait)
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from mount.runtime import read_process
-from tests.conftest import wait_until
+from tests.conftest import repository, wait_until
 from tests.mount.keeper_rig import Rig, rig, tierfs
 
 MIB = 1 << 20
@@ -110,6 +111,49 @@ def test_a_step_is_flushed_verified_evicted_fetched_and_exported(tiered: ObjectR
     (listed_step,) = (each for each in ask("ls", tiered.real.place / "run1")["entries"] if each["step"])
     seen = ask("status", tiered.real.place)["steps"][0]
     assert (listed_step["size_bytes"], seen["bytes"], seen["ram_bytes"], seen["stubs"]) == (seen["bytes"],) * 2 + (0, 2)
+
+
+def names_in(answer: Any) -> set[str]:
+    """The keys of a JSON answer, at all depths."""
+    if isinstance(answer, list):
+        return {name for each in answer for name in names_in(each)}
+    if isinstance(answer, dict):
+        return set(answer) | {name for each in answer.values() for name in names_in(each)}
+    return set()
+
+
+@pytest.mark.parametrize("has_tier", [True, False])
+def test_every_field_of_the_json_is_described(tiered: ObjectRig, has_tier: bool) -> None:
+    page = (repository() / "docs" / "cli.md").read_text()
+    bullets = re.findall(r"^- \*\*([a-z ]+)\*\*(.*?)(?=^- \*\*|\Z)", page, re.S | re.M)
+    if has_tier:
+        tiered.mount("persist.policy=demand")
+    else:
+        tiered.real.mount()
+    step, out = tiered.write_step("step_5"), tiered.real.directory / "out"
+    answers = {
+        "status": ask("status", tiered.real.place),
+        "ls": ask("ls", step),
+        "stat": ask("stat", step / "model.safetensors"),
+        "verify": ask("verify", step),
+        "export": ask("export", step, out),
+        "import": ask("import", out, step.with_name("step_6")),
+        "config show": [dict.fromkeys(each) for each in ask("config", "show", tiered.real.place)],
+        "doctor": ask("doctor", tiered.real.place),
+    }
+    if has_tier:
+        answers["flush"] = ask("flush", step, "--wait")
+        answers["wait"] = ask("wait", step)
+        answers["prefetch"] = ask("prefetch", step)
+        answers["repair"] = ask("repair", step)
+    answers["status"]["requests"] = {}  # what the kernel asked for, by its names
+    for command, answer in answers.items():
+        text = "".join(found for name, found in bullets if name == command)
+        if command in ("ls", "stat"):  # they describe steps as status does
+            text += "".join(found for name, found in bullets if name == "status")
+        assert names_in(answer) <= set(re.findall(r"`([a-z_0-9]+)`", text)), command
+    steps = answers["status"]["steps"]
+    assert steps and all({"ram_bytes", "stubs", "level", "object"} <= set(each) for each in steps)
 
 
 def test_objects_put_there_by_others_are_imported_where_they_are(tiered: ObjectRig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tierfs.steps.record import StepRecord
@@ -34,8 +35,17 @@ def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
         "completed_at": manifest.completed_at,
         "age_s": now - (manifest.completed_at or manifest.changed_at),
         "note": manifest.note,
+        "ram_bytes": size,
+        "stubs": 0,
         **registry.object_tier.describe(record),
     }
+
+
+def step_tier(described: Mapping[str, Any]) -> str:
+    """Where a step's bytes are: `ram`, `object` where they have to be fetched, `ram+object` where some have to."""
+    if not described.get("stubs"):
+        return "ram"
+    return "ram+object" if described.get("ram_bytes") else "object"
 
 
 def step_bytes(record: StepRecord) -> int:

@@ -27,6 +27,7 @@ from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
 from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer, same_bytes, sealed_stub
 from tierfs.steps.registry import Key, StepRegistry
+from tierfs.steps.report import step_tier
 from tierfs.steps.stub_moves import StubMoves
 
 log = logging.getLogger("tierfs.steps")
@@ -330,6 +331,8 @@ class Steps:
         record = self.registry.at(where) if where is not None else None
         if where is None or record is None:
             return values
+        if not where.inner:
+            values["user.tierfs.tier"] = step_tier(self.registry.object_tier.describe(record)).encode()
         values["user.tierfs.state"] = record.shown_state.encode()
         values["user.tierfs.generation"] = str(record.generation_of(where.inner)).encode()
         entry = record.manifest.files.get(where.inner)
