@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help="what this machine can do, and what to change",
         description="Looks at FUSE, the kernel, memory, limits, RDMA devices and mounts, one line each. As root it\n"
         "mounts something tiny for a moment, since passthrough can only be known by trying. The object tier of the\n"
-        "settings given, or of the instances that run, is tried as well: written to, read and cleaned up.",
+        "settings given (-o, a file, TIERFS_OBJECT) and of the instances that run is tried as well: written to, read\n"
+        "and cleaned up.",
         epilog="examples:\n  tierfs doctor\n  tierfs doctor -o object=s3://bucket/ckpt,s3.endpoint_url=http://seaweed:8333\n"
         "  tierfs doctor --config /etc/tierfs/job1.toml\n  tierfs doctor /ckpt\n\n"
         "exit codes: 0 a mount works (perhaps with less than everything), 1 a mount can't work",
@@ -53,7 +55,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _object_tiers(arguments: argparse.Namespace) -> list[tuple[str, Settings]]:
-    """Those to try: of the settings or the instance given; else of all that run and, without any, of a mount here."""
+    """Those to try: of the settings or the instance given; else of all that run, and of a mount here."""
     from mount.runtime import all_instances, find_instance, is_running
     from tierfs.errors import SettingsError, TierfsError
     from tierfs.settings_sources import load_settings, settings_from_json
@@ -75,12 +77,11 @@ def _object_tiers(arguments: argparse.Namespace) -> list[tuple[str, Settings]]:
             continue
         if settings.object:
             found.append((f"{instance.name}: ", settings))
-    if not instances:
-        try:
+    if arguments.directory is None:
+        with suppress(TierfsError):
             here = load_settings(None, os.environ, [], {})
-        except TierfsError:
-            return []
-        return [("", here)] if here.object else []
+            if here.object and here.object not in [settings.object for _, settings in found]:
+                found.append(("a mount here: " if found else "", here))
     return found
 
 

@@ -76,7 +76,7 @@ def test_without_root_it_says_what_is_missing(stub: Rig) -> None:
     assert found["fusermount3"][0]["verdict"] == "ok"
 
 
-def test_an_object_tier_is_tried_and_left_as_it_was(stub: Rig) -> None:
+def test_an_object_tier_is_tried_and_left_as_it_was(stub: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     store = stub.directory / "store"
     found = findings(tierfs("doctor", "--json", "-o", f"object=file://{store}"))
     assert found["object tier"][0]["verdict"] == "ok" and "read back" in found["object tier"][0]["found"]
@@ -85,6 +85,9 @@ def test_an_object_tier_is_tried_and_left_as_it_was(stub: Rig) -> None:
     assert [path for path in store.rglob("*") if path.is_file()] == []
     stub.mount(f"object=file://{store}")
     assert f"{stub.name}: file://{store}" in findings(tierfs("doctor", "--json", stub.place))["object tier"][0]["found"]
+    monkeypatch.setenv("TIERFS_OBJECT", f"file://{stub.directory}/other")
+    found = findings(tierfs("doctor", "--json"))
+    assert any(f"file://{stub.directory}/other" in each["found"] for each in found["object tier"]), found
 
 
 def test_an_object_tier_that_can_not_be_used_is_a_warning_that_says_why(stub: Rig) -> None:
