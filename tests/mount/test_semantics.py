@@ -15,25 +15,47 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import repository, wait_until
 from tests.mount.conftest import Mounted, harness_instance
+from tests.mount.keeper_rig import rig
 
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.S | re.M)
-EXAMPLES = [
-    pytest.param(language, code, id=f"{language}-{at}")
-    for at, (language, code) in enumerate(_BLOCK.findall((repository() / "docs" / "semantics.md").read_text()))
-]
+_BEFORE, _STUBS, _AFTER = re.split(
+    r"^## (?:Stubs|When the daemon is replaced)$", (repository() / "docs" / "semantics.md").read_text(), flags=re.M
+)
 ALICE, BOB = 4001, 4002
 
 
-@pytest.mark.parametrize(("language", "code"), EXAMPLES)
-def test_example_of_the_semantics_page(mounted: Mounted, language: str, code: str) -> None:
+def examples_in(text: str) -> list[Any]:
+    found = _BLOCK.findall(text)
+    assert found
+    return [pytest.param(language, code, id=f"{language}-{at}") for at, (language, code) in enumerate(found)]
+
+
+def run_example(language: str, code: str, directory: Path) -> None:
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
-    done = subprocess.run(command, cwd=mounted.dir, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("language", "code"), examples_in(_BEFORE + _AFTER))
+def test_example_of_the_semantics_page(mounted: Mounted, language: str, code: str) -> None:
+    run_example(language, code, mounted.dir)
+
+
+@pytest.mark.parametrize(("language", "code"), examples_in(_STUBS))
+def test_example_of_stubs(language: str, code: str) -> None:
+    with rig("mount.daemon") as tiered:
+        tiered.mount(f"object=file://{tiered.directory}/store", "persist.settle_s=0", "size=200MiB")
+        # The command finds instances in the usual places; this one's is below its own directory.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIERFS_RUNTIME_DIR", str(tiered.parent))
+            run_example(language, code, tiered.place)
 
 
 def as_user(uid: int, action: Callable[[], object], *, gid: int | None = None) -> str:
