@@ -192,8 +192,15 @@ def seaweedfs() -> Iterator[S3Server]:
             ready_path="/status",
             extra_environment={"WEED_S3_SSE_KEK": "11" * 32},
         )
-        with _running(server):
-            yield server
+        try:
+            with _running(server):
+                yield server
+        finally:
+            # It makes a socket for each port where it has no flag to put it elsewhere, and killed it leaves them.
+            for port in (s3, master, volume, filer):
+                for each in (port, port + 10_000):
+                    for left in Path("/tmp").glob(f"seaweedfs-*-{each}.sock"):
+                        left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
