@@ -91,7 +91,7 @@ def adopt(registry: StepRegistry, objects: Path) -> None:
 def persist(registry: StepRegistry, objects: Path, record: StepRecord) -> None:
     """Send a complete step, all at once."""
     files = {}
-    for inner, entry in record.manifest.files.items():
+    for inner in list(record.manifest.files):
         source, target = record.directory / inner, objects / "data" / record.rel / inner
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
@@ -101,7 +101,7 @@ def persist(registry: StepRegistry, objects: Path, record: StepRecord) -> None:
         files[inner] = ObjectFile(
             info.st_size, summed.full, summed.chunks, info.st_mtime_ns, info.st_mode & 0o777, info.st_uid, info.st_gid
         )
-        record.manifest.files[inner] = FileEntry(entry.size_bytes, entry.mtime_ns, entry.ino, summed.text, True)
+        record.manifest.files[inner] = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, summed.text, True)
     manifest = record.manifest
     directory = ObjectDirectory(record.directory.stat().st_mtime_ns, 0o755, 0, 0)
     save_manifest(
