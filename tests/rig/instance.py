@@ -116,7 +116,7 @@ class Instance:
         if self in self.live:
             self.live.remove(self)
         with contextlib.suppress(CommandFailed, subprocess.TimeoutExpired):
-            tierfs("umount", "--discard", self.name)
+            tierfs("umount", "--discard", "--no-flush", self.name)
         if self._ram_path is None:
             return
         for name in ("keeper.pid", "daemon.pid"):
