@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import trio
-import trio.testing
 
 from tierfs.errors import MountError
 from tierfs.ram import syscalls, tmpfs
@@ -206,36 +205,64 @@ async def test_an_expected_shard_gets_its_room_at_once_and_the_rest_comes_back(p
         assert took < 0.1  # 2 ms when the machine is quiet
 
 
+@pytest.fixture
+def slow_giving(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Set once a thread is about to give room to a shard, and to be set for it to go on."""
+    giving, may_go_on = threading.Event(), threading.Event()
+    fallocate = syscalls.fallocate
+
+    def slow_fallocate(fd: int, *arguments: int) -> None:
+        if "/root/" in os.readlink(f"/proc/self/fd/{fd}"):  # not the ballast
+            giving.set()
+            assert may_go_on.wait(10)
+        fallocate(fd, *arguments)
+
+    monkeypatch.setattr(syscalls, "fallocate", slow_fallocate)
+    monkeypatch.setattr(RamTier, "_give_at_once", lambda tier, shard, end: None)  # all by the thread
+    return giving, may_go_on
+
+
 @needs_root
 async def test_times_that_a_program_sets_are_never_moved_by_giving_room(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, slow_giving: tuple[threading.Event, threading.Event]
 ) -> None:
     """Seen as a file that rsync copied again: a thread gave it room while its times were set and then looked at."""
+    giving, may_go_on = slow_giving
     grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
     async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:
         await ballast_is_full(tier)
         fd, node = make(tier, "shard")
-        giving, may_go_on = threading.Event(), threading.Event()
-        fallocate = syscalls.fallocate
-
-        def slow_fallocate(*arguments: int) -> None:
-            giving.set()
-            assert may_go_on.wait(10)
-            fallocate(*arguments)
-
-        monkeypatch.setattr(syscalls, "fallocate", slow_fallocate)
-        tier._give_at_once = lambda shard, end: None  # type: ignore[method-assign]  # all by the thread
         tier.begin_shard(node, fd, 100 * MIB)
         await until(giving.is_set, "no thread gave room")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tier.before_times_are_set, node)
-            await trio.testing.wait_all_tasks_blocked()
+            await until(lambda: tier._gave.statistics().tasks_waiting > 0, "nobody waits for the thread")
             may_go_on.set()
         os.utime(fd, ns=(1, 2))
-        size = os.fstat(fd).st_blocks
+        assert os.fstat(fd).st_blocks > 0
         tier.end_shard(node)
         assert os.fstat(fd).st_mtime_ns == 2
-        assert size > 0
+        os.close(fd)
+
+
+@needs_root
+async def test_a_file_that_was_closed_keeps_its_time_though_a_thread_still_gives_it_room(
+    place: Path, slow_giving: tuple[threading.Event, threading.Event]
+) -> None:
+    giving, may_go_on = slow_giving
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="auto", noswap=True)
+    async with running(RamTier(place, RamSettings(), SIZE, grant)) as tier:
+        await ballast_is_full(tier)
+        fd, node = make(tier, "shard")
+        tier.begin_shard(node, fd, 100 * MIB)
+        await until(giving.is_set, "no thread gave room")
+        os.write(fd, b"all of it")
+        tier.end_shard(node)
+        sealed = os.fstat(fd).st_mtime_ns
+        may_go_on.set()
+        await until(lambda: tier._busy is None, "the thread does not end")
+        assert os.fstat(fd).st_mtime_ns == sealed
+        assert os.fstat(fd).st_blocks * 512 <= 8192
         os.close(fd)
 
 

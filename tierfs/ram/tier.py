@@ -102,6 +102,7 @@ class _Shard:
     sparse: bool = False
     guess_bytes: int = 0
     times_set: bool = False  # by a program, which so says that it has written what it wanted
+    ended_times: tuple[int, int] | None = None  # atime and mtime in ns, where it ended while a thread gave it room
 
     def growth(self) -> Growth:
         quiet = self.seen_at - self.grown_at
@@ -269,7 +270,10 @@ class RamTier:
             _look(shard, time.monotonic())
             largest = max([shard, *self._shards.values()], key=lambda one: one.size_bytes)  # a small one fills no tier
             self._note_full(largest, HUGE_PAGE, free)
-        if shard is not self._busy:  # Else a thread is giving it room, and `_give` ends it after that.
+        if shard is self._busy:  # A thread is giving it room: `_give` ends it after that, with the times of now.
+            info = os.fstat(shard.fd)
+            shard.ended_times = info.st_atime_ns, info.st_mtime_ns
+        else:
             self._finish(shard)
 
     async def trim_leftovers(self) -> int:
@@ -398,6 +402,8 @@ class RamTier:
     def _finish(self, shard: _Shard) -> None:
         """Trims a shard that ended, unless a new writer came meanwhile: trimming would cut what that one writes."""
         try:
+            if shard.ended_times is not None and shard.nodeid not in self._shards:
+                os.utime(shard.fd, ns=shard.ended_times)
             if shard.nodeid not in self._shards and self._room.trim(shard.fd) >= HUGE_PAGE:
                 self.released_room()
         except OSError as error:
