@@ -280,7 +280,8 @@ def measure(server: Server, directory: Path) -> list[Row]:
     os.environ.update(environment(server))
     try:
         size = f"{max(GIB, 2 * total) // MIB}M"
-        with mounted(directory / f"mount-{server.name}", f"bench-{os.getpid()}", size=size, options=options) as instance:
+        place = directory / f"mount-{server.name}"
+        with mounted(place, f"bench-{os.getpid()}", size=size, options=options) as instance:
             ours = TierfsSide(server, instance)
             for turn in range(server.rounds):
                 others = fast + slow if turn == 0 else fast
