@@ -21,6 +21,7 @@ from mount import kernel_mount
 from mount.channel import Channel
 from mount.control import ControlServer
 from mount.leaving import Leaving
+from mount.mending import run_again
 from mount.operations import Operations
 from mount.processes import FUSE_FD, READY_FD
 from mount.runtime import Instance, MountRecord, log_directory, read_record
@@ -131,8 +132,7 @@ class Daemon:
                 nursery.start_soon(self.tier.trim_leftovers)
                 await nursery.start(self.control.run)
                 if self.workers is not None and self.objects is not None:
-                    await nursery.start(self.workers.run)
-                    nursery.start_soon(self._run_object_tier)
+                    nursery.start_soon(self._run_object_tier, self.workers, self.objects)
                 nursery.start_soon(self._tell_ready, ready_fd)
                 await pyfuse3.main(max_tasks=MOST_TASKS)
                 self._is_unmounted = True
@@ -142,11 +142,17 @@ class Daemon:
             self._save()
             pyfuse3.close(unmount=False)
 
-    async def _run_object_tier(self) -> None:
-        if self.objects is not None:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(self.objects.run)
-                self._listed.set()
+    async def _run_object_tier(self, workers: WorkerPool, objects: ObjectSteps) -> None:
+        await run_again(
+            [workers.run, objects.run],
+            "the object tier",
+            started=self._object_tier_works,
+            failed=lambda message: self.registry.problem("error", message, ""),
+        )
+
+    def _object_tier_works(self) -> None:
+        self.registry.clear_problems("")
+        self._listed.set()
 
     async def _drain(self) -> None:
         """The mount is gone: send what is owed to the object tier before going, as long as the settings allow."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -214,6 +215,29 @@ async def test_a_cancelled_reader_takes_the_chunk_from_nobody(node: Node) -> Non
                 await node.read("a.distcp", 0, 100)
             node.order()
         assert found == [node.expected("a.distcp", 0, 100)]
+
+
+async def test_a_read_that_comes_before_anything_can_be_fetched_waits(node: Node) -> None:
+    """A new daemon answers what the kernel sends again a moment before it talks to the object tier."""
+    async with node.running():
+        await node.hydration.populate(node.record)
+    found = []
+
+    async def read() -> None:
+        found.append(await node.read("a.distcp", 0, 100))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        assert found == []
+        async with node.running():
+            with trio.fail_after(10):
+                while not found:  # noqa: ASYNC110 - it may run in any of the tasks
+                    await trio.sleep(0.005)
+    assert found == [node.expected("a.distcp", 0, 100)]
+    node.registry.settings.transfer.read_retry_for_s = 0.05
+    with pytest.raises(ObjectError, match="not served"):
+        await node.read("a.distcp", 2 * CHUNK, 100)
 
 
 async def test_an_object_of_another_generation_is_not_read(node: Node) -> None:

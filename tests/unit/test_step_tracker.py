@@ -96,7 +96,6 @@ async def test_an_overwrite_that_left_a_file_as_it_was_is_refused(driver: Driver
         await driver.finish(STEP, 2)
 
 
-
 async def test_a_file_that_was_only_opened_for_writing_is_not_written_again(driver: Driver) -> None:
     await driver.save(STEP, 1)
     driver.lookup(f"{STEP}/{MARKER}")
@@ -107,6 +106,7 @@ async def test_a_file_that_was_only_opened_for_writing_is_not_written_again(driv
     driver.restart()
     with pytest.raises(CommitRefused, match="was not written again"):
         await driver.finish(STEP, 2)
+
 
 async def test_a_marker_moved_by_a_user_is_judged_and_not_refused(driver: Driver) -> None:
     driver.mkdirs(STEP)

@@ -17,7 +17,7 @@ from functools import partial
 import trio
 
 from tierfs.checksum import CHUNK_BYTES
-from tierfs.errors import NoRoom, ObjectCorrupt, ObjectError, TierfsError
+from tierfs.errors import NoRoom, ObjectCorrupt, ObjectError, ObjectUnavailable, TierfsError
 from tierfs.hydrate import eviction
 from tierfs.hydrate.aside import Aside
 from tierfs.hydrate.fetching import Fetcher
@@ -75,6 +75,7 @@ class Hydration:
         self._fetcher = Fetcher(registry, client, self._room)
         self._fetcher.settled = self._settled
         self._aside = Aside(partial(self._fetcher.bring, urgent=True))
+        self._serving = trio.Event()
         self._fill_slots = trio.Semaphore(FILLS_AT_ONCE)
         self._soon = trio.Semaphore(SOON_AT_ONCE)
         self._ask_at: dict[int, float] = {}
@@ -85,10 +86,12 @@ class Hydration:
         try:
             async with trio.open_nursery() as nursery:
                 self._fetcher.nursery = nursery
+                self._serving.set()
                 task_status.started()
                 await trio.sleep_forever()
         finally:
             self._fetcher.nursery = None
+            self._serving = trio.Event()
 
     # --- what there is
 
@@ -164,6 +167,7 @@ class Hydration:
         part = self.table.get(ino)
         if part is None:
             return None
+        await self._until_served()
         async with self._using(part):
             size = min(size, part.size_bytes - offset)
             if size <= 0:
@@ -193,6 +197,7 @@ class Hydration:
         part = self.table.get(ino)
         if part is None:
             return
+        await self._until_served()
         part.wants += 1
         try:
             async with self._using(part):
@@ -212,6 +217,13 @@ class Hydration:
             part.wants -= 1
             if not part.wants:
                 part.fill_error = None
+
+    async def _until_served(self) -> None:
+        """A new daemon answers requests a moment before it can fetch anything: they wait. ObjectUnavailable."""
+        with trio.move_on_after(self.registry.settings.transfer.read_retry_for_s):
+            await self._serving.wait()
+            return
+        raise ObjectUnavailable("the object tier is not served (any more)")
 
     async def _bring(self, part: PartialFile, chunks: Iterable[int], *, urgent: bool) -> None:
         """Once all these chunks are good, or one of them failed. They may be given up again if they aren't pinned."""
