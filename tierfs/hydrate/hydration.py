@@ -220,6 +220,8 @@ class Hydration:
 
     async def _until_served(self) -> None:
         """A new daemon answers requests a moment before it can fetch anything: they wait. ObjectUnavailable."""
+        if self._serving.is_set():
+            return  # without a checkpoint: the stub might be evicted before anybody counts as its user
         with trio.move_on_after(self.registry.settings.transfer.read_retry_for_s):
             await self._serving.wait()
             return
