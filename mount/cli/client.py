@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from mount.runtime import (
@@ -23,7 +24,40 @@ from tierfs.errors import InstanceError, TierfsError
 SILENCE_S = 30.0
 """How long an instance may say nothing: no progress and no answer."""
 _CONNECT_WITHIN_S = 15.0
+_ASKED_AGAIN = frozenset(
+    [
+        "status",
+        "ls",
+        "stat",
+        "config",
+        "wait",
+        "verify",
+        "flush",
+        "prefetch",
+        "repair",
+        "drain",
+        "commit",
+        "pin",
+        "unpin",
+    ]
+)
+"""What may be asked of the next daemon when one died over it: doing it twice is as doing it once."""
+_MOST_DEATHS = 5
 _MOST_BYTES = 64 << 20
+
+
+class _BrokeOff(InstanceError):
+    """The daemon was gone before it had answered."""
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """How long to listen to one answer, and who hears how far it is."""
+
+    silence_s: float
+    within_s: float | None
+    deadline: float | None
+    on_progress: Callable[[dict[str, Any]], None] | None
 
 
 class OutOfTime(TierfsError):
@@ -43,34 +77,50 @@ def request(
     """The answer of a running instance to `op`.
 
     `instance` is a mount point, a path in it or a name; None is the only one.
-    Waits while a daemon that died is being replaced. Raises what the daemon raised, with its exit code; InstanceError
+    Waits while a daemon that died is being replaced, and asks the new one again where that does no harm. Raises what
+    the daemon raised, with its exit code; InstanceError
     (exit code 4) when the instance is not mounted, doesn't answer within `timeout_s` of silence, or there are several;
     OutOfTime when there is no answer `within_s`, though it goes on telling how far it is.
     """
     deadline = None if within_s is None else time.monotonic() + within_s
     found = instance if isinstance(instance, Instance) else choose_instance(instance)
-    with _connect(found) as connection:
-        connection.settimeout(timeout_s)
+    line = json.dumps({"op": op, **arguments}).encode() + b"\n"
+    patience = _Patience(timeout_s, within_s, deadline, on_progress)
+    deaths = 0
+    while True:
         try:
-            connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
-            for line in _lines(connection):
-                said = json.loads(line)
+            return _ask(found, line, patience)
+        except _BrokeOff:
+            deaths += 1
+            if op not in _ASKED_AGAIN or deaths > _MOST_DEATHS or not is_running(found):
+                raise
+
+
+def _ask(found: Instance, line: bytes, patience: _Patience) -> Any:
+    with _connect(found) as connection:
+        connection.settimeout(patience.silence_s)
+        try:
+            connection.sendall(line)
+            for answer in _lines(connection):
+                said = json.loads(answer)
                 if "progress" in said:
-                    if on_progress is not None:
-                        on_progress(said["progress"])
-                    if deadline is not None and time.monotonic() > deadline:
-                        raise OutOfTime(f"not done within {within_s:g} s; it goes on without this command")
+                    if patience.on_progress is not None:
+                        patience.on_progress(said["progress"])
+                    if patience.deadline is not None and time.monotonic() > patience.deadline:
+                        raise OutOfTime(f"not done within {patience.within_s:g} s; it goes on without this command")
                 elif said.get("ok"):
                     return said.get("result")
                 else:
                     raise _error(said.get("error") or {})
         except TimeoutError as error:
             raise InstanceError(
-                f"{found.name} did not answer for {timeout_s:.0f} s; see the log in {found.log_directory}"
+                f"{found.name} did not answer for {patience.silence_s:.0f} s; see the log in {found.log_directory}"
             ) from error
+        except ConnectionError as error:
+            raise _BrokeOff(f"the daemon of {found.name} died before it answered ({error}); try again") from error
         except (OSError, ValueError) as error:
             raise InstanceError(f"the answer of {found.name} broke off ({error}); try again") from error
-    raise InstanceError(f"{found.name} ended the connection without an answer: its daemon died or ended; try again")
+    raise _BrokeOff(f"{found.name} ended the connection without an answer: its daemon died or ended; try again")
 
 
 def choose_instance(target: str | None) -> Instance:

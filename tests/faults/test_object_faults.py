@@ -22,7 +22,7 @@ from rig.object_fixtures import Mount, levels, wait_persisted
 from rig.plain_steps import check_step, content, shard_names, write_step
 from rig.s3_servers import S3Server
 
-SIZES = [70 * MIB, 5 * MIB, 40_000]
+SIZES = [40 * MIB, 5 * MIB, 40_000]
 
 
 def every_fault(probability: float) -> list[Rule]:
@@ -185,7 +185,7 @@ def test_a_server_that_is_killed_half_way_gets_the_rest_when_it_is_back(
     mount: Mount, bucket: Bucket, proxy: FaultProxy, seaweedfs_server: S3Server
 ) -> None:
     with mount() as instance:
-        proxy.add(Rule("slow_request", method="PUT", path="partNumber=1&", bytes_s=40 * MIB))
+        proxy.add(Rule("slow_request", method="PUT", path="partNumber=1&", bytes_s=8 * MIB))
         write_step(instance.mountpoint / "run" / "step_1", 1, SIZES)
         wait_until(lambda: any(part == 2 for _, part in proxy.whole_bodies()), "the second part is sent", 30)
         seaweedfs_server.restart()

@@ -21,7 +21,7 @@ from rig.kills import kill_daemon, kill_keeper_and_daemon, kill_worker
 from rig.object_fixtures import Mount, levels, wait_persisted
 from rig.ranks import run_ranks
 
-SIZE = 75 * MIB  # one shard just above 64 MiB, so two parts
+SIZE = 40 * MIB  # one shard of three parts
 
 
 @pytest.fixture

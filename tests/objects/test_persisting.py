@@ -88,7 +88,7 @@ async def test_two_nodes_that_persist_the_same_step_make_one_commit(target: Targ
 
 
 async def test_a_daemon_that_dies_in_an_upload_in_parts_sends_the_rest_only(target: Target, tmp_path: Path) -> None:
-    files = {"__0_0.distcp": 130 * MIB if target.kind == "file" else 65 * MIB}
+    files = {"__0_0.distcp": 70 * MIB if target.kind == "file" else 34 * MIB}
     async with node_on(target, tmp_path) as node:
         await node.driver.save("run/step_1", 1, files)
         with trio.move_on_after(60) as scope:

@@ -30,7 +30,7 @@ from tierfs.errors import (
 )
 from tierfs.objects import worker_process
 from tierfs.objects.pool import WorkerPool
-from tierfs.objects.store import LEAST_PART_BYTES, MIB
+from tierfs.objects.store import GIB, LEAST_PART_BYTES, MIB, SINGLE_PUT_BYTES, USUAL_PART_BYTES, part_bytes
 from tierfs.settings import Settings
 
 KEY = "run/step_1/shard"
@@ -206,7 +206,24 @@ async def test_a_request_to_a_pool_that_does_not_run_fails(settings: Settings) -
 
 
 @pytest.mark.parametrize(
-    "size_bytes", [0, 1, CHUNK_BYTES, LEAST_PART_BYTES - 1, LEAST_PART_BYTES, LEAST_PART_BYTES + 1]
+    ("size_bytes", "wanted"),
+    [
+        (0, 16 * MIB),
+        (SINGLE_PUT_BYTES, 16 * MIB),
+        (300 * MIB, 32 * MIB),
+        (GIB, 64 * MIB),
+        (500 * GIB, 64 * MIB),
+        (40 * 1024 * GIB, 4672 * MIB),
+    ],
+)
+def test_parts_are_few_enough_and_small_enough(size_bytes: int, wanted: int) -> None:
+    """Amazon S3 takes 10,000 parts of up to 5 GiB; its largest objects need the one, files of some 64 MiB the other."""
+    assert part_bytes(size_bytes) == wanted
+    assert -(-size_bytes // wanted) <= 9_000
+
+
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, CHUNK_BYTES, SINGLE_PUT_BYTES - 1, SINGLE_PUT_BYTES, SINGLE_PUT_BYTES + 1]
 )
 async def test_an_object_is_its_file_whatever_the_size(
     settings: Settings, script: Script, journal: FileJournal, size_bytes: int
@@ -215,7 +232,7 @@ async def test_an_object_is_its_file_whatever_the_size(
         async with running(settings) as pool:
             assert await upload(pool, fd, journal) == contents(fd)
             assert len(script.calls("put_part")) == (
-                0 if size_bytes < LEAST_PART_BYTES else -(-size_bytes // (64 * MIB))
+                0 if size_bytes < SINGLE_PUT_BYTES else -(-size_bytes // LEAST_PART_BYTES)
             )
 
 
@@ -626,10 +643,10 @@ async def test_a_worker_needs_little_memory_for_sixteen_parts_at_a_time(
 ) -> None:
     script.hold()
     script.fault("put_part", "hold", times=16)
-    for fd in shard_of(LEAST_PART_BYTES):
+    assert part_bytes(GIB) == USUAL_PART_BYTES
+    for fd in shard_of(GIB):
         async with running(settings) as pool, trio.open_nursery() as nursery:
-            for number in range(16):
-                nursery.start_soon(upload, pool, fd, FileJournal(tmp_path / f"j{number}"), f"run/step_1/{number}")
+            nursery.start_soon(upload, pool, fd, FileJournal(tmp_path / "journal"))
             await wait_for(lambda: len(script.calls("put_part")) == 16, "all under way")
             (worker,) = worker_pids()
             assert anonymous_bytes(worker) < 120 * MIB
