@@ -10,6 +10,8 @@ RUN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 SOAK_KILLS ?= 100
 TESTS ?= tests
+# Most tests wait more than they compute. Each worker takes whole files. WORKERS=0 runs one test after the other.
+WORKERS ?= 2
 
 .PHONY: help setup demo test pytest lint format bench soak mount-helper clean
 
@@ -29,7 +31,7 @@ demo: setup ## mount, save and load a real checkpoint, kill the daemon meanwhile
 test: lint pytest ## lint and the whole test suite: what CI runs
 
 pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
-	$(RUN)/python -m pytest $(TESTS)
+	$(RUN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: setup ## ruff and mypy
 	$(RUN)/ruff check .

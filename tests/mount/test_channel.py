@@ -231,7 +231,10 @@ sys.stdin.read()
 """
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", code, mounted.path, str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", code, mounted.path, str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for seed in (1, 2)
     ]
@@ -245,7 +248,8 @@ sys.stdin.read()
         assert each.stdout is not None
         for number in each.stdout.readline().split():
             expected[number.decode()] = expected.get(number.decode(), 0) + 1
-    assert all(each.poll() is None for each in programs)
+    for each in programs:
+        assert each.poll() is None, each.stderr.read().decode() if each.stderr is not None else ""
     wait_until(lambda: {n: counts[0] for n, counts in mounted.status()["open"].items()} == expected)
     counters = mounted.status()["counters"]
     assert counters["takeovers"] > 10 and counters["resent"] > 0

@@ -233,17 +233,27 @@ def test_evicting_frees_the_room_and_changes_nothing_that_a_program_sees(tmp_pat
         wait_until(lambda: rig.ask("status")["free"] > free - MIB)
 
 
+def evict_all_but_open(rig: StubRig, step: str, *, gone: str) -> None:
+    """What the daemon does after a file's last close may come a moment later, and a file that changed since stays."""
+
+    def evicted() -> bool:
+        rig.ask(f"persist:{step}")
+        rig.ask(f"evict:{step}")
+        return not rig.whole(f"{step}/{gone}")
+
+    wait_until(evicted)
+
+
 def test_a_file_that_is_open_or_mapped_stays_when_its_step_is_evicted(tmp_path: Path) -> None:
     data = {"a.bin": os.urandom(5 * MIB), "b.bin": os.urandom(5 * MIB)}
     with serving(tmp_path) as rig:
         save(rig, "run/step_2", data)
         path = rig.path / "run/step_2/a.bin"
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            rig.ask("evict:run/step_2")
+            evict_all_but_open(rig, "run/step_2", gone="b.bin")
             assert mapped[:] == data["a.bin"]
             assert file.read() == data["a.bin"]
             assert rig.whole("run/step_2/a.bin")
-            assert not rig.whole("run/step_2/b.bin")
         assert path.read_bytes() == data["a.bin"]
 
 
