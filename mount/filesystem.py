@@ -256,6 +256,8 @@ class TierFs(pyfuse3.Operations):
         if not xattrs.is_virtual(name):
             return xattrs.get(self.nodes, inode, name)
         rel = self.nodes.path(inode)
+        if rel is None:
+            self._stubs.refuse_replaced(inode)
         value = None if rel is None else self.tracker.xattrs(rel, self.nodes.stat(inode)).get(os.fsdecode(name))
         if value is None:
             raise pyfuse3.FUSEError(errno.ENODATA)

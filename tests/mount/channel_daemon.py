@@ -23,6 +23,14 @@ from mount.channel import Channel
 from mount.syscalls import name_to_handle, open_by_handle
 
 
+def _text_of(order: Path) -> str:
+    """An order of the test; "" where there is none. Orders come and go at any moment."""
+    try:
+        return order.read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def main() -> None:
     fuse_fd, base, mode, kind, passthrough = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:6]
     channel = Channel(
@@ -65,13 +73,13 @@ def main() -> None:
 
         def crash(self, operation: str, when: str) -> None:
             order = base / "crash" / operation
-            if order.exists() and order.read_text() == when:
+            if _text_of(order) == when:
                 order.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
         async def hold(self, operation: str) -> None:
             order = base / "crash" / operation
-            while order.exists() and order.read_text() == "hold":  # noqa: ASYNC110 - another process ends it
+            while _text_of(order) == "hold":  # noqa: ASYNC110 - another process ends it
                 await trio.sleep(0.005)
 
         def attributes(self, st: os.stat_result) -> pyfuse3.EntryAttributes:
