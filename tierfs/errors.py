@@ -22,6 +22,16 @@ TierfsError                     anything below; carries an errno for the kernel 
 │   ├── ObjectStoreMissing      the bucket or directory is not there
 │   ├── ObjectStoreFull         no space left in the store (a `file://` tier)
 │   └── ObjectCorrupt           bytes or checksums differ from what was sent or recorded
+├── CatalogError                the catalogue refused or failed
+│   ├── CatalogUnavailable      no answer in time, no leader: may pass; what was asked may have been done all the same
+│   ├── CatalogDenied           authentication failed, or a permission is missing
+│   ├── CatalogCompacted        a watch asks for revisions that are gone: read all of it again
+│   ├── LeaseLost               the lease ran out: this node is no member any more until it joins again
+│   └── RecordDamaged           a value in the catalogue is not what this program writes
+├── PeerError                   another node did not do what it was asked
+│   ├── PeerUnavailable         no connection, a reset, a stall: another holder, or later
+│   ├── PeerRefused             authentication failed, or the protocol was not kept
+│   └── PeerLacks               it does not hold (any more) these bytes
 ├── MountError                  mounting, unmounting or taking over failed
 └── InstanceError               a running instance can't be reached or refused the request
 """
@@ -166,6 +176,57 @@ class ObjectCorrupt(ObjectError):
     """Tried again a few times only: a flipped bit on the way passes, a damaged object stays."""
 
     may_pass = True
+
+
+class CatalogError(TierfsError):
+    """`may_pass`: the same request may succeed later without anybody doing anything."""
+
+    may_pass = False
+
+
+class CatalogUnavailable(CatalogError):
+    may_pass = True
+
+
+class CatalogDenied(CatalogError):
+    errno = errno.EACCES
+    may_pass = True
+
+
+class CatalogCompacted(CatalogError):
+    """`revision` is the oldest that can still be watched from."""
+
+    may_pass = True
+
+    def __init__(self, message: str, *, revision: int = 0) -> None:
+        super().__init__(message)
+        self.revision = revision
+
+
+class LeaseLost(CatalogError):
+    may_pass = True
+
+
+class RecordDamaged(CatalogError):
+    pass
+
+
+class PeerError(TierfsError):
+    """`may_pass` as for CatalogError."""
+
+    may_pass = False
+
+
+class PeerUnavailable(PeerError):
+    may_pass = True
+
+
+class PeerRefused(PeerError):
+    errno = errno.EACCES
+
+
+class PeerLacks(PeerError):
+    errno = errno.ENOENT
 
 
 class MountError(TierfsError):

@@ -14,26 +14,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-MIB = 1 << 20
-GIB = 1 << 30
+from tierfs.settings_cluster import ClusterSettings, EtcdSettings, PeerSettings, ReplicationSettings
+from tierfs.settings_fields import MIB, setting
 
 OFF = "off"  # as the value of a table's entry: takes the entry out
-NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist")
-
-
-def setting(default: Any, doc: str, *, kind: str, choices: tuple[str, ...] = (), least: int = 0) -> Any:
-    """A field of a settings class. `kind` says how its text form is parsed:
-
-    text, bool, int, size (bytes, `3GiB`), share (bytes or a percentage of memory), duration (seconds, `30s`),
-    path, choice, texts (a list), patterns (a list of regular expressions), table (a mapping of name to text, laid
-    over the default's entries), room (auto, off or a size), name (of an instance), url (of an object tier),
-    endpoint (a URL of http or https).
-    `least` is the smallest number accepted.
-    """
-    metadata = {"doc": doc, "kind": kind, "choices": choices, "least": least}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist", "replication")
 
 
 @dataclass(frozen=True)
@@ -168,12 +153,18 @@ class RetentionSettings:
 class DurabilitySettings:
     """`[durability]`: what a program waits for."""
 
-    fsync: str = setting("ram", "What fsync of a file waits for.", kind="choice", choices=("ram",))
-    commit: str = setting(
+    fsync: str = setting(
         "ram",
-        "What the completing rename waits for: ram, or object (until the step is committed in the object tier).",
+        "What fsync of a file waits for: ram, or replica (until other nodes hold the file too).",
         kind="choice",
-        choices=("ram", "object"),
+        choices=("ram", "replica"),
+    )
+    commit: str = setting(
+        "auto",
+        "What the completing rename waits for: ram, replica (until other nodes hold the step too), or object (until it "
+        "is committed in the object tier). auto is replica where the node has peers, else ram.",
+        kind="choice",
+        choices=("auto", "ram", "replica", "object"),
     )
     timeout_s: float = setting(600.0, "How long the completing rename waits at most.", kind="duration")
     strict: bool = setting(
@@ -318,6 +309,11 @@ class Settings:
         kind="choice",
         choices=("auto", "on", "off"),
     )
+    catalog: str = setting(
+        "",
+        "Which nodes and steps exist: empty is embedded (this node alone), or etcd://HOST:PORT[,HOST:PORT...].",
+        kind="catalog",
+    )
     object: str = setting("", "The object tier: file:///path or s3://bucket/prefix; empty is none.", kind="url")
     debug_crash_at: str = setting(
         "", "For tests: the daemon kills itself at this named point (name, or name:nth).", kind="text"
@@ -329,11 +325,16 @@ class Settings:
     persist: PersistSettings = field(default_factory=PersistSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
     s3: S3Settings = field(default_factory=S3Settings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    etcd: EtcdSettings = field(default_factory=EtcdSettings)
+    replication: ReplicationSettings = field(default_factory=ReplicationSettings)
+    peer: PeerSettings = field(default_factory=PeerSettings)
     log: LogSettings = field(default_factory=LogSettings)
     namespaces: dict[str, dict[str, dict[str, Any]]] = field(
         default_factory=dict,
         metadata={
-            "doc": '`[namespaces."GLOB"]`: steps, retention, durability and persist settings of namespaces that match.',
+            "doc": '`[namespaces."GLOB"]`: steps, retention, durability, persist and replication settings of namespaces '
+            "that match.",
             "kind": "namespaces",
         },
     )
@@ -363,6 +364,7 @@ class NamespaceSettings:
     retention: RetentionSettings
     durability: DurabilitySettings
     persist: PersistSettings
+    replication: ReplicationSettings
 
 
 def setting_keys(section: str | None = None) -> tuple[SettingKey, ...]:

@@ -123,7 +123,7 @@ def change(path: tuple[str, ...], value: Any) -> Callable[[dict[str, Any]], None
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 3, "version 3 is unknown"),
+        (("version",), 4, "version 4 is unknown"),
         (("version",), KeyError, "lacks 'version'"),
         (("version",), True, "'version' must be"),
         (("state",), "done", "state 'done' is unknown"),

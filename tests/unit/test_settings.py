@@ -121,7 +121,7 @@ def test_every_error_names_key_value_remedy_and_source(toml: Any) -> None:
         ("=3G", "", "unknown setting"),
         ("namespaces.run.log.level=debug", "namespaces.run.log.level", "unknown"),
         ("passthrough=maybe", "passthrough", "must be one of auto, off"),
-        ("durability.fsync=replica", "durability.fsync", "must be ram"),
+        ("durability.fsync=disk", "durability.fsync", "must be one of ram, replica"),
         ("ram.noswap=perhaps", "ram.noswap", "write true or false"),
         ("retention.ram_steps=0", "retention.ram_steps", "at least 1"),
         ("retention.ram_steps=two", "retention.ram_steps", "not a whole number"),

@@ -22,9 +22,10 @@ from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.steps.names import escape_namespace, safe_component, safe_relative
 from tierfs.whole_files import UNFINISHED, write_whole
 
-VERSION = 2
-#: Version 1 knew nothing of the object tier, nor which files of an overwrite begin with the old bytes.
-_KNOWN_VERSIONS = (1, 2)
+VERSION = 3
+#: Version 1 knew nothing of the object tier, nor which files of an overwrite begin with the old bytes; version 2
+#: nothing of other nodes.
+_KNOWN_VERSIONS = (1, 2, 3)
 #: A step of 100,000 files has a manifest of about 15 MB; what is above this is not one of ours.
 MAX_BYTES = 256 << 20
 _SUFFIX = ".json"
@@ -85,6 +86,9 @@ class Manifest:
     `owed` says why the step, as it is now, has to go to the object tier (`policy` or `demand`; "" is not owed), and
     `persisted` what is there. `populated` is False for a step of the object tier whose stubs are not made yet: its
     directory is there, `files` is empty, `bytes` is what it holds in the object tier.
+
+    `joined` is the revision at which the catalogue of a cluster got the step's directory, as this node knows it; 0 when
+    it was not published.
     """
 
     namespace: str
@@ -105,6 +109,7 @@ class Manifest:
     owed: str = ""
     persisted: Persisted | None = None
     populated: bool = True
+    joined: int = 0
     version: int = VERSION
 
 
@@ -311,6 +316,8 @@ def _manifest(value: object) -> Manifest:
         raise Wrong(f"version {version} is unknown, this program knows {VERSION}")
     if version == 1:
         fields.add({"owed": "", "persisted": None, "populated": True})
+    if version < 3:
+        fields.add({"joined": 0})
     state = fields.text("state")
     if state not in STATES:
         raise Wrong(f"the state {state!r} is unknown")
@@ -333,6 +340,7 @@ def _manifest(value: object) -> Manifest:
         owed=fields.text("owed"),
         persisted=_persisted(fields.any("persisted")),
         populated=fields.flag("populated"),
+        joined=fields.integer("joined"),
     )
     if manifest.marker is not None:
         safe_relative(manifest.marker)

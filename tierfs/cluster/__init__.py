@@ -1,0 +1,1 @@
+"""Several nodes as one namespace: membership, the shared steps, copies on other nodes."""

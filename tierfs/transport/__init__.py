@@ -1,0 +1,1 @@
+"""How bytes go from node to node."""
