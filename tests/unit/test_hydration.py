@@ -275,7 +275,15 @@ def test_a_mark_is_read_back_and_a_damaged_one_is_refused(tmp_path: Path) -> Non
     mark = StubMark("run/a", "step_1", "x/y", 10, 1 << 63, -5)
     assert mark_from_bytes(mark.to_bytes()) == mark
     assert mark.key == "run/a/step_1/x/y"
-    for bad in (b"", b"{}", b"\xff", mark.to_bytes().replace(b"x/y", b"../y"), mark.to_bytes()[:-1], b"[" * 100_000):
+    assert b'"v": 1' in mark.to_bytes(), "an earlier program reads it too"
+    held = StubMark("run/a", "step_1", "x/y", 10, None, -5, "n1/0a1b")
+    for of_cluster in (held, replace(held, checksum=7), replace(held, version="")):
+        assert mark_from_bytes(of_cluster.to_bytes()) == of_cluster
+    unnamed = held.to_bytes().replace(b"n1/0a1b", b"../0a1b/..")
+    for bad in (
+        *(b"", b"{}", b"\xff", mark.to_bytes().replace(b"x/y", b"../y"), mark.to_bytes()[:-1], b"[" * 100_000),
+        *(unnamed, held.to_bytes()[:-1], held.to_bytes().replace(b'"v": 2', b'"v": 3')),
+    ):
         with pytest.raises(MarkDamaged):
             mark_from_bytes(bad)
     path = tmp_path / "file"

@@ -1,4 +1,5 @@
-"""Stubs: sparse files of the right size, times, mode and owner whose bytes are (partly) only in the object tier.
+"""Stubs: sparse files of the right size, times, mode and owner whose bytes are (partly) elsewhere, in the object tier or
+in the RAM of other nodes.
 
 What makes a file a stub is an extended attribute of its inode, so it survives renames, hard links and the daemon: a
 mark that says where the bytes are and what they are. It is set before the file gets its visible name, and removed only
@@ -18,12 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tierfs.catalog.records import check_version
 from tierfs.checksum import from_text, to_text
-from tierfs.errors import PathRefused, TierfsError
+from tierfs.errors import PathRefused, RecordDamaged, TierfsError
 from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.steps.names import safe_component, safe_relative
 
-VERSION = 1
+#: Marks of the object tier's stubs are written in format 1, as earlier programs did and understand; those that only a
+#: cluster has, with a version or without a checksum, in format 2.
+FORMATS = (1, 2)
 ATTRIBUTES = ("trusted.tierfs.stub", "user.tierfs.stub")
 _ABSENT = (errno.ENODATA, errno.ENOTSUP)
 
@@ -34,15 +38,17 @@ class MarkDamaged(TierfsError):
 
 @dataclass(frozen=True)
 class StubMark:
-    """Which object holds the bytes: `file` is the path inside the step as it was persisted. `mtime_ns` is the file's:
-    bringing bytes moves the inode's own."""
+    """What holds the bytes. `file` is the path inside the step, by which the object tier has them if it has them;
+    `version` names them in the cluster, "" where only the object tier has them. `checksum` is None while nobody summed
+    them up. `mtime_ns` is the file's: bringing bytes moves the inode's own."""
 
     namespace: str
     step: str
     file: str
     size_bytes: int
-    checksum: int
+    checksum: int | None
     mtime_ns: int
+    version: str = ""
 
     @property
     def key(self) -> str:
@@ -50,19 +56,22 @@ class StubMark:
         return f"{self.namespace}/{self.step}/{self.file}"
 
     @property
-    def checksum_text(self) -> str:
-        return to_text(self.checksum)
+    def checksum_text(self) -> str | None:
+        return None if self.checksum is None else to_text(self.checksum)
 
     def to_bytes(self) -> bytes:
+        is_old = self.checksum is not None and not self.version
         value: dict[str, Any] = {
-            "v": VERSION,
+            "v": 1 if is_old else 2,
             "namespace": self.namespace,
             "step": self.step,
             "file": self.file,
             "size": self.size_bytes,
-            "crc64nvme": to_text(self.checksum),
+            "crc64nvme": self.checksum_text,
             "mtime_ns": self.mtime_ns,
         }
+        if not is_old:
+            value["version"] = self.version
         return json.dumps(value).encode("ascii")
 
 
@@ -75,18 +84,22 @@ def mark_from_bytes(data: bytes) -> StubMark:
     """Raises MarkDamaged for anything but a sound mark."""
     try:
         fields = Fields(json.loads(data, parse_constant=refuse_constant), "the mark")
-        if fields.integer("v") != VERSION:
+        written_in = fields.integer("v")
+        if written_in not in FORMATS:
             raise Wrong("its version is unknown")
+        checksum = fields.text_or_none("crc64nvme") if written_in >= 2 else fields.text("crc64nvme")
+        version = fields.text("version") if written_in >= 2 else ""
         mark = StubMark(
             namespace=safe_relative(fields.text("namespace")),
             step=safe_component(fields.text("step")),
             file=safe_relative(fields.text("file")),
             size_bytes=fields.integer("size"),
-            checksum=from_text(fields.text("crc64nvme")),
+            checksum=None if checksum is None else from_text(checksum),
             mtime_ns=fields.integer("mtime_ns", least=-(1 << 63)),
+            version=check_version(version) if version else "",
         )
         fields.end()
-    except (ValueError, RecursionError, Wrong, PathRefused) as error:
+    except (ValueError, RecursionError, Wrong, PathRefused, RecordDamaged) as error:
         raise MarkDamaged(f"the mark of a stub is damaged: {error}") from None
     return mark
 
