@@ -5,13 +5,14 @@
     t/PATH                           TreeRecord: directories (also steps, and inside them), files outside of steps,
                                      names claimed with O_EXCL
     c/NAMESPACE/STEP                 StepState: which generation is complete, and how durable it is
-    p/NAMESPACE/STEP/GENERATION/NODE/PAGE   Part: what this node wrote, frozen once it is complete
-    p/NAMESPACE/STEP/GENERATION/NODE+/PAGE  files that it added afterwards
-    h/NAMESPACE/STEP/NODE            Holding: what this node has in RAM, whole and verified
+    xp/NAMESPACE/STEP/GENERATION/NODE/PAGE   Part: what this node wrote, frozen once it is complete
+    xp/NAMESPACE/STEP/GENERATION/NODE+/PAGE  files that it added afterwards
+    xh/NAMESPACE/STEP/NODE           Holding: what this node has in RAM, whole and verified
     o/ID                             Operation: a rename or a removal that all nodes make on their own files too
 
-`nodes/`, `t/`, `c/` and `o/` are watched by every node, so they are few and small; `p/` and `h/` grow with the square
-of the cluster and are read when needed. A namespace is one component (`escape_namespace`).
+`nodes/`, `t/`, `c/` and `o/` are watched by every node, so they are few and small; `xp/` and `xh/` grow with the square
+of the cluster and are read when needed. etcd keeps the order of changes only within one watch, and that spans a range
+of keys: so what is watched lies together, and what is not comes after all of it (x). A namespace is one component (`escape_namespace`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ CLUSTER = "cluster"
 NODES = "nodes/"
 TREE = "t/"
 STATES = "c/"
-PARTS = "p/"
-HOLDINGS = "h/"
+PARTS = "xp/"
+HOLDINGS = "xh/"
 OPERATIONS = "o/"
 WATCHED = (CLUSTER, NODES, TREE, STATES, OPERATIONS)
 #: Ends the node's name in keys of files that were added to a complete generation.

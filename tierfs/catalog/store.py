@@ -69,7 +69,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Batch:
-    """All events of one or more whole revisions, in order; `revision` is the last of them."""
+    """All events of one or more whole revisions, in order; `revision` is the last of them. Without events: nothing
+    happened up to there."""
 
     revision: int
     events: tuple[Event, ...]
@@ -122,8 +123,9 @@ class KeyStore(Protocol):
     ) -> AbstractAsyncContextManager[AsyncIterator[Batch]]:
         """Every change below these prefixes from that revision on, in order, each revision once and whole.
 
-        Ends with CatalogCompacted, or CatalogUnavailable when the connection is lost: watch again from the revision
-        after the last batch.
+        Entering or waiting ends with CatalogCompacted (also where the store has not even reached the revision before:
+        it was lost, or put back), or CatalogUnavailable when the connection is lost: watch again from the revision
+        after the last batch. etcd sends everything between the first and the last prefix, so they should lie together.
         """
         ...
 
