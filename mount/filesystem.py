@@ -89,7 +89,7 @@ class TierFs(pyfuse3.Operations):
     async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         rel = self._rel(parent_inode, name)
         if rel is not None and self.tracker.before_lookup(rel, ctx.pid):
-            await self.tracker.populate(rel)
+            await self.tracker.populate(rel, listing=False)
         _, st = self.nodes.lookup(parent_inode, name)
         return self._entry(st)
 
@@ -106,6 +106,9 @@ class TierFs(pyfuse3.Operations):
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
+        rel = self._rel(parent_inode, name)
+        if rel is not None:
+            await self.tracker.before_mkdir(rel, mode, ctx.uid, ctx.gid)
         try:
             os.mkdir(name, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:
@@ -166,7 +169,7 @@ class TierFs(pyfuse3.Operations):
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         rel = self._rel(parent_inode, name)
         if rel is not None and self.tracker.before_rmdir(rel):
-            await self.tracker.populate(rel)
+            await self.tracker.populate(rel, listing=True)
         victim = self.nodes.losing_name(parent_inode, name)
         try:
             os.rmdir(name, dir_fd=self.nodes.fd(parent_inode))
@@ -278,6 +281,9 @@ class TierFs(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         how = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        wanted = self._rel(parent_inode, name)
+        if wanted is not None:
+            await self.tracker.before_create(wanted, exclusive=bool(flags & os.O_EXCL))
         try:
             fd = os.open(name, how, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:
@@ -356,6 +362,7 @@ class TierFs(pyfuse3.Operations):
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         """The RAM tier has no slower place to write to; `durability.fsync` says what else is waited for."""
+        await self.tracker.synced(self._path_or_none(fh) or "", fh)
 
     async def release(self, fh: int) -> None:
         # Before any checkpoint, so that a rename that follows a close finds the file closed.
@@ -370,8 +377,8 @@ class TierFs(pyfuse3.Operations):
 
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
         rel = self.nodes.path(inode)
-        if rel and self.tracker.before_listing(rel):
-            await self.tracker.populate(rel)
+        if rel is not None and self.tracker.before_listing(rel):
+            await self.tracker.populate(rel, listing=True)
         return inode
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:

@@ -23,6 +23,11 @@ Agreement = Literal["agreed", "alone", "pending"]
 class Cluster(Protocol):
     """Told by the file system, the tracker and the registry."""
 
+    @property
+    def shares(self) -> bool:
+        """Other nodes may write into the same steps, so what is here is not all there is."""
+        ...
+
     # --- names: the mount's requests
 
     async def make_directory(self, rel: str, mode: int, uid: int, gid: int) -> None:
@@ -67,6 +72,10 @@ class Cluster(Protocol):
         ...
 
     # --- files
+
+    def opened(self, rel: str, ino: int) -> None:
+        """A file was opened for writing: it grows from now on."""
+        ...
 
     async def before_write(self, rel: str, ino: int) -> None:
         """Before a file is opened for writing or truncated: its version is no longer what the cluster has of it.
@@ -147,6 +156,8 @@ class Cluster(Protocol):
 class Alone:
     """No other node."""
 
+    shares = False
+
     async def make_directory(self, rel: str, mode: int, uid: int, gid: int) -> None:
         pass
 
@@ -172,6 +183,9 @@ class Alone:
         pass
 
     def moved(self, old: str, new: str) -> None:
+        pass
+
+    def opened(self, rel: str, ino: int) -> None:
         pass
 
     async def before_write(self, rel: str, ino: int) -> None:

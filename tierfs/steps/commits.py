@@ -9,8 +9,8 @@ from pathlib import Path
 import trio
 
 from tierfs.errors import CommitRefused, MarkerUnreadable
-from tierfs.steps.completion import shortfall
-from tierfs.steps.markers import Marker, is_data_file_name, read_dcp_marker
+from tierfs.steps.completion import Shortfall, shortfall
+from tierfs.steps.markers import Marker, MarkerContent, is_data_file_name, read_dcp_marker
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.units import format_duration, format_size
@@ -22,11 +22,15 @@ log = logging.getLogger("tierfs.steps")
 CLOSE_GRACE_S = 5.0
 
 
-async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marker, path: Path) -> frozenset[str] | None:
+async def check_commit(
+    registry: StepRegistry, record: StepRecord, marker: Marker, path: Path, *, completes: bool
+) -> frozenset[str] | None:
     """Read the marker at `path`, about to be renamed into place, and hold it against what the step has.
 
-    Returns the files it names (paths inside the step), or None when the marker can't be read: then the rename may go
-    on, but the step doesn't become complete. Raises CommitRefused where files are missing, short, stale or open.
+    Returns the files it names (paths inside the step), or None when the marker can't be read, or other nodes' files
+    are not known to be there: then the rename may go on, but the step doesn't become complete. Where it `completes` the
+    step, it is complete for all nodes once this returns. Raises CommitRefused where files are missing, short, stale or
+    open.
     """
     try:
         content = await trio.to_thread.run_sync(read_dcp_marker, path)
@@ -41,9 +45,59 @@ async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marke
         while not named.isdisjoint(record.open_names()):
             await record.writer_left.wait()
     lacking = shortfall(record, marker, content)
-    if not lacking:
-        registry.crash("commit:checked")
-        return named
+    if registry.cluster.shares:
+        # What is not here may be on other nodes, and what is here of an older generation may be newer there.
+        lacking = Shortfall(still_open=lacking.still_open)
+    if lacking:
+        raise _refused(registry, record, marker, lacking)
+    if completes:
+        content = MarkerContent({directory + name: least for name, least in content.files.items()})
+        if await _agree(registry, record, marker.name_inside, content, str(path.relative_to(record.directory))) is None:
+            return None
+    registry.crash("commit:checked")
+    return named
+
+
+async def commit_with_others(
+    registry: StepRegistry, record: StepRecord, *, marker: str | None, named: frozenset[str], note: str = ""
+) -> bool:
+    """`commit`, for a step that is whole as it lies here. False where other nodes have a say and it is not (yet)."""
+    if registry.cluster.shares:
+        if marker is not None and not registry.cluster.owns(record, marker):
+            return False  # the node that wrote the marker judges
+        content = MarkerContent(dict.fromkeys(named, 0)) if named else None
+        try:
+            if await _agree(registry, record, marker, content, marker) is None:
+                return False
+        except CommitRefused as error:
+            record.manifest.note = error.message
+            return False
+        if registry.records.get(record.key) is not record:
+            return False
+    if not record.is_complete:
+        commit(registry, record, marker=marker, named=named, note=note)
+    return True
+
+
+async def _agree(
+    registry: StepRegistry, record: StepRecord, marker: str | None, content: MarkerContent | None, at: str | None
+) -> str | None:
+    """How the commit came about; None where it has to wait for other nodes."""
+    agreement = await registry.cluster.agree(record, marker, content, at)
+    if agreement != "pending":
+        return agreement
+    record.manifest.note = "waits for files of nodes, or for the catalogue, that can't be reached now"
+    record.unsaved = True
+    log.warning("a step is not complete yet: it %s", record.manifest.note, extra=registry.extra(record))
+    registry.lines.write(
+        record.manifest.namespace, f"not complete yet: {record.manifest.note}", level="WARNING",
+        step=record.manifest.number,
+    )  # fmt: skip
+    return None
+
+
+def _refused(registry: StepRegistry, record: StepRecord, marker: Marker, lacking: Shortfall) -> CommitRefused:
+    """Says it to people; the error is for the program."""
     sentence = lacking.sentence()
     message = (
         f"commit of {record.rel} refused: {sentence}. The step stays incomplete, older steps stay whole; save it again"
@@ -55,7 +109,7 @@ async def check_commit(registry: StepRegistry, record: StepRecord, marker: Marke
         record.manifest.namespace, f"commit refused: {sentence}", level="ERROR", step=record.manifest.number
     )
     registry.problem("error", message, record.rel)
-    raise CommitRefused(
+    return CommitRefused(
         message,
         missing=lacking.missing + lacking.stale + lacking.still_open,
         short={name: (has, least) for name, has, least in lacking.short},
@@ -91,6 +145,7 @@ def commit(
     record.only_looked.clear()
     registry.crash("commit:renamed")
     registry.object_tier.completed(record)
+    registry.cluster.completed(record)
     registry.save_or_later(record)
     registry.crash("commit:saved")
     if old_directory is not None:

@@ -1,4 +1,4 @@
-"""What a program waits for when it completes a step: the setting `durability.commit`."""
+"""What a program waits for when it completes a step, or syncs a file: the settings `durability`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ import logging
 import trio
 
 from tierfs.errors import LevelNotReached
+from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.units import format_duration
 
 log = logging.getLogger("tierfs.steps")
+
+
+def level_wanted(registry: StepRegistry, record: StepRecord) -> str:
+    """What the completing rename of this step waits for: ram, replica or object."""
+    wanted = registry.settings.for_namespace(record.manifest.namespace).durability.commit
+    if wanted == "auto":
+        return "replica" if registry.cluster.has_peers() else "ram"
+    return wanted
 
 
 async def wait_for_level(registry: StepRegistry, rel: str) -> None:
@@ -18,23 +27,46 @@ async def wait_for_level(registry: StepRegistry, rel: str) -> None:
 
     Returns at once for any other rename, and for a step that no policy owes to the object tier. A level that is not
     reached in time is said in the log and in the step's note; with `durability.strict` it is raised as LevelNotReached
-    (EIO), though the step is complete in RAM and goes on to be sent.
+    (EIO), though the step is complete in RAM and goes on to be copied or sent.
     """
     where = registry.names.locate(rel)
     record = registry.at(where) if where is not None else None
     if record is None or where is None or not record.is_complete or record.manifest.marker != where.inner:
         return
     durability = registry.settings.for_namespace(where.namespace).durability
-    if durability.commit != "object" or not record.manifest.owed:
-        return
+    wanted = level_wanted(registry, record)
     with trio.move_on_after(durability.timeout_s):
-        await registry.object_tier.wait_persisted(record)
+        if wanted == "replica":
+            await registry.cluster.wait_replicated(record)
+        elif wanted == "object" and record.manifest.owed:
+            await registry.object_tier.wait_persisted(record)
         return
+    place, goes_on = ("on other nodes", "copied") if wanted == "replica" else ("in the object tier", "sent")
     message = (
-        f"{record.rel} is complete in RAM, but not in the object tier within {format_duration(durability.timeout_s)}; "
-        f"it goes on being sent (`tierfs status` says what it waits for)"
+        f"{record.rel} is complete in RAM, but not {place} within {format_duration(durability.timeout_s)}; "
+        f"it goes on being {goes_on} (`tierfs status` says what it waits for)"
     )
     log.warning("%s", message, extra=registry.extra(record))
-    registry.lines.write(where.namespace, "not in the object tier in time", level="WARNING", step=where.number)
+    registry.lines.write(where.namespace, f"not {place} in time", level="WARNING", step=where.number)
+    if durability.strict:
+        raise LevelNotReached(message)
+
+
+async def wait_for_file(registry: StepRegistry, rel: str, ino: int) -> None:
+    """At an fsync of the file: until other nodes hold what is written of it, where `durability.fsync` is replica.
+
+    Not reached in time is said in the log, and with `durability.strict` raised as LevelNotReached.
+    """
+    where = registry.names.locate(rel)
+    if where is None or not where.inner or not registry.cluster.has_peers():
+        return
+    durability = registry.settings.for_namespace(where.namespace).durability
+    if durability.fsync != "replica":
+        return
+    with trio.move_on_after(durability.timeout_s):
+        await registry.cluster.wait_file_replicated(rel, ino)
+        return
+    message = f"{rel} is not on other nodes within {format_duration(durability.timeout_s)}; it goes on being copied"
+    log.warning("%s", message, extra={"namespace": where.namespace, "step": where.step, "file": where.inner})
     if durability.strict:
         raise LevelNotReached(message)

@@ -29,8 +29,16 @@ class StepTracker(Protocol):
         """The same for the entries of the directory `rel`."""
         ...
 
-    async def populate(self, rel: str) -> None:
-        """Make what is in the step that the path is of, or in; returns once it is there."""
+    async def populate(self, rel: str, *, listing: bool) -> None:
+        """Make what has the name `rel`, or (`listing`) all that is in that directory; returns once it is there."""
+        ...
+
+    async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
+        """FileExistsError where another node has something of that name, which is there by then."""
+        ...
+
+    async def before_create(self, rel: str, *, exclusive: bool) -> None:
+        """The same for a file."""
         ...
 
     async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None: ...
@@ -67,6 +75,10 @@ class StepTracker(Protocol):
         """After a rename to `rel`: until the step that it completed is as durable as the settings ask."""
         ...
 
+    async def synced(self, rel: str, nodeid: int) -> None:
+        """fsync: until the file is as durable as the settings ask."""
+        ...
+
     def before_rmdir(self, rel: str) -> bool:
         """True as for `before_listing`."""
         ...
@@ -98,7 +110,13 @@ class NoSteps:
     def before_listing(self, rel: str) -> bool:
         return False
 
-    async def populate(self, rel: str) -> None:
+    async def populate(self, rel: str, *, listing: bool) -> None:
+        pass
+
+    async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
+        pass
+
+    async def before_create(self, rel: str, *, exclusive: bool) -> None:
         pass
 
     async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None:
@@ -135,6 +153,9 @@ class NoSteps:
         pass
 
     async def wait_for_level(self, rel: str) -> None:
+        pass
+
+    async def synced(self, rel: str, nodeid: int) -> None:
         pass
 
     def before_rmdir(self, rel: str) -> bool:

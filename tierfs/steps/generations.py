@@ -195,6 +195,7 @@ def give_up(registry: StepRegistry, record: StepRecord, why: str) -> None:
     log.warning("%s", manifest.note, extra=registry.extra(record))
     registry.lines.write(manifest.namespace, manifest.note, level="WARNING", step=manifest.number)
     registry.update_latest(manifest.namespace)
+    registry.cluster.changed(record)
 
 
 def _with_checksum(link: FileEntry, known: FileEntry | None, *, is_stub: bool) -> FileEntry:

@@ -55,6 +55,11 @@ class Marker:
     directory: str
     rank: int | None = None
 
+    @property
+    def name_inside(self) -> str:
+        """Its path inside the step."""
+        return f"{self.directory}/{self.name}" if self.directory else self.name
+
 
 class MarkerRules:
     """Which file names are markers: the setting `steps.markers`, where `(rank)` in a name stands for a number."""

@@ -12,7 +12,7 @@ import trio
 
 from tierfs.checksum import checksum_fd
 from tierfs.errors import CommitRefused, NotAStep, NotFound, PathRefused, StepBusy, TierfsError
-from tierfs.steps.commits import commit
+from tierfs.steps.commits import commit_with_others
 from tierfs.steps.completion import judge
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.names import safe_relative
@@ -52,6 +52,7 @@ class StepOperations:
         if record.writers:
             names = ", ".join(sorted(record.open_names())[:4])
             raise StepBusy(f"{record.rel} can't be committed: {names} is open for writing; close it first")
+        await self.registry.cluster.show_listing(record.rel)
         verdict = await trio.to_thread.run_sync(judge, record, self.registry.rules)
         if verdict.marker is None and await trio.to_thread.run_sync(record.is_written_by_dcp):
             raise CommitRefused(
@@ -59,7 +60,13 @@ class StepOperations:
             )
         if not record.scan():
             raise CommitRefused(f"{record.rel} can't be committed: it holds no file")
-        commit(self.registry, record, marker=verdict.marker, named=verdict.named, note="committed by hand")
+        done = await commit_with_others(
+            self.registry, record, marker=verdict.marker, named=verdict.named, note="committed by hand"
+        )
+        if not done:
+            raise CommitRefused(
+                f"{record.rel} can't be committed: {record.manifest.note or 'the node that wrote its marker decides'}"
+            )
         return describe_step(self.registry, record)
 
     async def pin(self, rel: str, *, pinned: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tierfs.crash_points import CrashPoints
 from tierfs.logs import NamespaceLog
 from tierfs.ram.tier import RamTier
 from tierfs.settings import Settings
+from tierfs.steps.cluster import Alone, Cluster
 from tierfs.steps.latest import NAME as LATEST
 from tierfs.steps.latest import LatestLink
 from tierfs.steps.manifest import Manifest, delete_manifest, save_manifest
@@ -73,6 +74,7 @@ class StepRegistry:
         self._being_freed: dict[str, int] = {}
         self._in_use: Counter[Key] = Counter()
         self.object_tier: ObjectTier = NoObjectTier()
+        self.cluster: Cluster = Alone()
 
     # --- finding
 
@@ -97,9 +99,11 @@ class StepRegistry:
         return [record for (where, _), record in self.records.items() if where == namespace]
 
     def newest_complete(self, namespace: str, *, other_than: str | None = None) -> StepRecord | None:
-        """The complete step with the highest number."""
+        """The complete step with the highest number of which every file can be read now, from wherever it is."""
         found = [
-            record for record in self.of_namespace(namespace) if record.is_complete and record.key[1] != other_than
+            record
+            for record in self.of_namespace(namespace)
+            if record.is_complete and record.key[1] != other_than and self.cluster.is_readable(record)
         ]
         return max(
             found, key=lambda record: (record.manifest.number, record.manifest.completed_at or 0.0), default=None
@@ -169,8 +173,11 @@ class StepRegistry:
         self.update_latest(record.manifest.namespace)
 
     def evict(self, record: StepRecord) -> None:
-        """Free the step's room in RAM: it becomes stubs where the object tier has it, else it is gone."""
-        if not self.object_tier.evict(record):
+        """Free the step's room in RAM: it becomes stubs where the object tier has it, else it is gone.
+
+        Of several nodes each holds a part of it, so then it is gone on all of them, or stays where that may not be.
+        """
+        if not self.object_tier.evict(record) and self.cluster.retire(record):
             self.remove(record)
 
     def remove(self, record: StepRecord) -> None:
@@ -290,15 +297,15 @@ class StepRegistry:
                 step=record.manifest.step,
                 number=record.manifest.number,
                 completed_at=record.manifest.completed_at,
-                bytes=self.object_tier.ram_bytes(record),
+                bytes=self.ram_bytes(record),
                 pinned=record.manifest.pinned,
                 open_handles=handles.get(record.key, 0),
-                only_copy_owed=not self.object_tier.may_leave_ram(record),
+                only_copy_owed=not (self.object_tier.may_leave_ram(record) and self.cluster.may_leave_ram(record)),
                 state="complete",
             ): record
             for record in self.records.values()
             # What the object tier has and RAM does not has left already.
-            if record.is_complete and not (record.is_persisted and self.object_tier.ram_bytes(record) == 0)
+            if record.is_complete and not (record.is_persisted and self.ram_bytes(record) == 0)
         }
         chosen = choose_evictions(
             list(facts), lambda namespace: self.settings.for_namespace(namespace).retention, wanted_bytes
@@ -313,6 +320,11 @@ class StepRegistry:
         lacking = previous.manifest.bytes - self.tier.usage().free_bytes
         if lacking > 0:
             self.make_room(lacking, sparing=sparing)
+
+    def ram_bytes(self, record: StepRecord) -> int:
+        """What the step holds in this node's RAM, and evicting it would free."""
+        known = self.cluster.ram_bytes(record)
+        return self.object_tier.ram_bytes(record) if known is None else known
 
     def handles_in(self, record: StepRecord) -> int:
         """How many handles are open on files of the step."""

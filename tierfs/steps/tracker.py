@@ -12,14 +12,14 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import trio
 
 from tierfs.steps import generations
 from tierfs.steps.commits import check_commit, commit
 from tierfs.steps.completion import waits_for_last_file
-from tierfs.steps.durability import wait_for_level
+from tierfs.steps.durability import wait_for_file, wait_for_level
 from tierfs.steps.latest import NAME as LATEST
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.markers import is_data_file_name
@@ -59,6 +59,7 @@ class Steps:
 
     def created(self, rel: str, pid: int) -> None:
         where = self.registry.names.locate(rel)
+        self.registry.cluster.made(rel)
         if where is None:
             self._latest_made(rel)
             return
@@ -78,6 +79,7 @@ class Steps:
 
     def opened_for_write(self, rel: str, nodeid: int, pid: int) -> None:
         where = self.registry.names.locate(rel)
+        self.registry.cluster.opened(rel, nodeid)
         record = self.registry.at_or_new(where) if where is not None and where.inner else None
         if where is None or record is None:
             return
@@ -105,6 +107,8 @@ class Steps:
         where = self.registry.names.locate(rel) if rel is not None else None
         now_in = self.registry.at_or_new(where) if where is not None and where.inner else None
         if where is None or now_in is None:
+            if rel is not None and where is None:
+                self.registry.cluster.sealed(rel, nodeid)
             return
         entry = self._seal(now_in, where.inner)
         rank = is_data_file_name(where.inner.rpartition("/")[2])
@@ -142,6 +146,7 @@ class Steps:
         if entry.checksum is None:
             self.registry.checksum_soon(record, {inner})
         self.registry.judge_soon(record)
+        self.registry.cluster.sealed(f"{record.rel}/{inner}", info.st_ino)
         return entry
 
     def times_set(self, rel: str | None, before: os.stat_result, after: os.stat_result) -> None:
@@ -155,6 +160,7 @@ class Steps:
         if same_bytes(seen, entry) or (entry.ino == seen.ino and self.registry.object_tier.is_stub(entry.ino)):
             record.manifest.files[where.inner] = replace(entry, mtime_ns=after.st_mtime_ns)
             record.unsaved = True
+            self.registry.cluster.changed(record)
 
     def resume(self, nodeids: Iterable[int]) -> None:
         """After a takeover: these inodes are open for writing. Their steps are not complete before they are closed."""
@@ -172,13 +178,12 @@ class Steps:
     def before_lookup(self, rel: str, pid: int) -> bool:
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
-        if where is None or record is None:
-            return False
-        if not record.manifest.populated and where.inner:
-            return True
-        if self.registry.rules.match(where.inner) is not None:
-            self._looked_for_marker(record, pid)
-        return False
+        if where is not None and record is not None:
+            if not record.manifest.populated and where.inner:
+                return True
+            if self.registry.rules.match(where.inner) is not None:
+                self._looked_for_marker(record, pid)
+        return self.registry.cluster.may_have(rel) and not os.path.lexists(self.registry.root / rel)
 
     def _looked_for_marker(self, record: StepRecord, pid: int) -> None:
         current = record.manifest.overwrite
@@ -194,13 +199,24 @@ class Steps:
     def before_listing(self, rel: str) -> bool:
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
-        return record is not None and not record.manifest.populated
+        return self.registry.cluster.shares or (record is not None and not record.manifest.populated)
 
-    async def populate(self, rel: str) -> None:
+    async def populate(self, rel: str, *, listing: bool) -> None:
+        if listing:
+            await self.registry.cluster.show_listing(rel)
+        else:
+            await self.registry.cluster.show(rel)
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
-        if record is not None:
+        if record is not None and not record.manifest.joined:
             await self.registry.object_tier.populate(record)
+
+    async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
+        await self.registry.cluster.make_directory(rel, mode, uid, gid)
+
+    async def before_create(self, rel: str, *, exclusive: bool) -> None:
+        if exclusive:
+            await self.registry.cluster.claim(rel)
 
     async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None:
         await self._stubs.before_link(old, new, nodeid)
@@ -209,12 +225,14 @@ class Steps:
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None and where.inner else None
         if where is None or record is None:
+            await self.registry.cluster.before_write(rel, _inode(self.registry.root / rel))
             return False
         if record.is_complete and record.is_protected(where.inner, self.registry.rules):
             generations.begin(self.registry, record, pid)
         record.touch(pid)
         generations.drop_stale_markers(self.registry, record, where.inner)
         if not record.is_of_old_generation(where.inner):
+            await self.registry.cluster.before_write(rel, _inode(self.registry.root / rel))
             return False
         generations.hide_markers(self.registry, record)
         return await generations.renew(self.registry, record, where.inner, truncate=truncate)
@@ -226,6 +244,7 @@ class Steps:
         self._before_removal(rel, pid)
 
     def after_unlink(self, rel: str) -> None:
+        self.registry.cluster.gone(rel)
         where = self.registry.names.locate(rel)
         if where is None:
             self._latest_removed(rel)
@@ -245,9 +264,13 @@ class Steps:
             self._checked.pop(record.key, None)  # of a rename that failed
             marker = self.registry.rules.commit_rename(source.inner, target.inner)
             if marker is not None and not flags & RENAME_EXCHANGE:
-                named = await check_commit(self.registry, record, marker, self.registry.root / old)
+                completes = self._makes_whole(record, target.inner)
+                path = self.registry.root / old
+                named = await check_commit(self.registry, record, marker, path, completes=completes)
                 if named is not None:
                     self._checked[record.key] = target.inner, named
+        if source is None or target is None or self._is_directory(old):
+            await self.registry.cluster.before_move(old, new)
         self._before_removal(old, pid)
         if flags & RENAME_EXCHANGE:
             self._before_removal(new, pid)
@@ -261,6 +284,7 @@ class Steps:
             record.touch(pid)
 
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None:
+        self.registry.cluster.moved(old, new)
         if flags & RENAME_EXCHANGE:
             self._moves.exchanged(old, new)
             return
@@ -289,6 +313,9 @@ class Steps:
     async def wait_for_level(self, rel: str) -> None:
         await wait_for_level(self.registry, rel)
 
+    async def synced(self, rel: str, nodeid: int) -> None:
+        await wait_for_file(self.registry, rel, nodeid)
+
     def before_rmdir(self, rel: str) -> bool:
         if self.registry.latest.clear_for_rmdir(rel):
             self.registry.invalidate(rel, LATEST)
@@ -299,11 +326,15 @@ class Steps:
         if where is None:
             if rel:
                 self.registry.latest.removed_by_program(rel)
+                self.registry.cluster.gone(rel)
             return
         record = self.registry.at(where)
         if record is not None and where.inner == "":
             self.registry.object_tier.removed(record)
+            self.registry.cluster.removed(record)
             self.registry.forget(record)
+        else:
+            self.registry.cluster.gone(rel)
 
     # --- what the file system asks
 
@@ -407,3 +438,11 @@ class Steps:
         directory, _, name = rel.rpartition("/")
         if name == LATEST and directory:
             self.registry.latest.removed_by_program(directory)
+
+
+def _inode(path: Path) -> int:
+    """0 where nothing is there."""
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return 0

@@ -19,7 +19,7 @@ import trio
 from tierfs.checksum import ChecksumStopped, FileChecksum, checksum_fd
 from tierfs.settings import StepSettings
 from tierfs.steps import generations
-from tierfs.steps.commits import commit
+from tierfs.steps.commits import commit_with_others
 from tierfs.steps.completion import Verdict, judge
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.moves import MOVED_IN
@@ -100,7 +100,7 @@ class Upkeep:
         for record in list(registry.records.values()):
             if registry.records.get(record.key) is record and self._may_try(record):
                 with self._tried_again(record):
-                    self._time_out(record)
+                    await self._time_out(record)
                     due = record.unsaved and time.monotonic() >= record.save_after
                     if due and registry.records.get(record.key) is record:
                         registry.save_or_later(record)
@@ -130,6 +130,8 @@ class Upkeep:
 
     async def _judge(self, record: StepRecord) -> None:
         manifest = record.manifest
+        if self.registry.cluster.shares:
+            await self.registry.cluster.show_listing(record.rel)  # what other nodes wrote counts
         changes = record.changes
         verdict = await trio.to_thread.run_sync(self._verdict, record, limiter=self._limiter)
         if self.registry.records.get(record.key) is not record or record.is_complete:
@@ -141,12 +143,12 @@ class Upkeep:
             if marker is not None and marker.kind == "dcp-per-rank" and record.idle_s < PER_RANK_SETTLE_S:
                 self._judge_later(record, PER_RANK_SETTLE_S)
             else:
-                commit(self.registry, record, marker=verdict.marker, named=verdict.named)
+                await commit_with_others(self.registry, record, marker=verdict.marker, named=verdict.named)
         elif manifest.note == MOVED_IN and not await self._is_dcp(record) and record.changes == changes:
             if self.registry.handles_in(record):
                 self._judge_later(record, TICK_S)
             else:
-                commit(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
+                await commit_with_others(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
 
     def _verdict(self, record: StepRecord) -> Verdict:
         """In a thread: by the number of files."""
@@ -163,7 +165,7 @@ class Upkeep:
 
     # --- time-outs
 
-    def _time_out(self, record: StepRecord) -> None:
+    async def _time_out(self, record: StepRecord) -> None:
         settings = self.registry.settings.for_namespace(record.manifest.namespace).steps
         idle_s = record.idle_s
         if record.writers or record.lock.locked():
@@ -177,11 +179,11 @@ class Upkeep:
             elif idle_s >= settings.overwrite_idle_s:
                 generations.give_up(self.registry, record, f"nothing changed for {idle_s:.0f} s")
         elif record.manifest.state != "complete" and record.manifest.files:
-            self._time_out_incomplete(record, settings, idle_s)
+            await self._time_out_incomplete(record, settings, idle_s)
 
-    def _time_out_incomplete(self, record: StepRecord, settings: StepSettings, idle_s: float) -> None:
+    async def _time_out_incomplete(self, record: StepRecord, settings: StepSettings, idle_s: float) -> None:
         if 0 < settings.complete_when_idle_s <= idle_s and not record.is_written_by_dcp():
-            commit(
+            await commit_with_others(
                 self.registry, record, marker=None, named=frozenset(), note=f"complete by being idle for {idle_s:.0f} s"
             )
         elif idle_s >= settings.sweep_after_s and self._may_be_swept(record):
@@ -192,6 +194,7 @@ class Upkeep:
                 level="WARNING",
                 step=record.manifest.number,
             )
+            self.registry.cluster.removed(record)
             self.registry.remove(record)
 
     def _may_be_swept(self, record: StepRecord) -> bool:
