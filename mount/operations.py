@@ -258,10 +258,14 @@ class Operations:
         return await telling(progress, verified)
 
     async def _populate(self, rel: str) -> None:
-        """Makes the stubs of a step of the object tier that is looked into, as the file system does."""
+        """Makes the stubs of a step of the object tier, or of other nodes, that is looked into, as the file system does."""
+        if self._registry.cluster.shares:
+            await self._registry.cluster.show(rel)
+            if (self._registry.root / rel).is_dir():
+                await self._registry.cluster.show_listing(rel)
         where = self._registry.names.locate(rel)
         record = self._registry.at(where) if where is not None else None
-        if record is not None and not record.manifest.populated:
+        if record is not None and not record.manifest.populated and not record.manifest.joined:
             await self._registry.object_tier.populate(record)
 
     def _place(self, arguments: Mapping[str, Any]) -> tuple[str, Path]:
