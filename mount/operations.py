@@ -258,7 +258,7 @@ class Operations:
         return await telling(progress, verified)
 
     async def _populate(self, rel: str) -> None:
-        """Makes the stubs of a step of the object tier, or of other nodes, that is looked into, as the file system does."""
+        """Makes the stubs of what is looked into, of the object tier and of other nodes, as the file system does."""
         if self._registry.cluster.shares:
             await self._registry.cluster.show(rel)
             if (self._registry.root / rel).is_dir():
