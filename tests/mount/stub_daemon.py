@@ -23,6 +23,7 @@ from tests.mount.stub_objects import LocalClient, load_manifest, save_manifest
 from tierfs.checksum import checksum_fd
 from tierfs.errors import TierfsError
 from tierfs.hydrate.hydration import Hydration
+from tierfs.hydrate.source import ObjectSource
 from tierfs.logs import NamespaceLog
 from tierfs.persist.object_manifest import ObjectDirectory, ObjectFile, ObjectManifest
 from tierfs.ram.tier import RamTier
@@ -145,7 +146,8 @@ def main() -> None:
         await trio.lowlevel.checkpoint()
         return load_manifest(objects, namespace, step)
 
-    hydration = Hydration(registry, LocalClient(objects), manifest_of)  # type: ignore[arg-type]
+    hydration = Hydration(registry, ObjectSource(LocalClient(objects), manifest_of))  # type: ignore[arg-type]
+    hydration.serve_objects(manifest_of)
     hydration.scan()
     registry.object_tier = Objects(hydration)
     adopt(registry, objects)

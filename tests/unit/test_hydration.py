@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.mount import stub_objects
 from tests.mount.stub_objects import LocalClient, content, load_manifest, put_step
 from tierfs.errors import ChecksumMismatch, NoRoom, ObjectError, TierfsError
-from tierfs.hydrate import aside, eviction, fetching, hydration, partial, room
+from tierfs.hydrate import aside, eviction, fetching, hydration, partial, room, source
 from tierfs.hydrate.hydration import Hydration
 from tierfs.hydrate.stubs import ATTRIBUTES, MarkDamaged, StubMark, make_stub, mark_from_bytes, read_mark, write_mark
 from tierfs.logs import NamespaceLog
@@ -41,7 +41,7 @@ STEP = ("run", "step_1")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (aside, fetching, hydration, partial, room, stub_objects):
+    for module in (aside, fetching, hydration, partial, room, source, stub_objects):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK, raising=False)
     monkeypatch.setattr(stub_objects, "object_file", _object_file(stub_objects.object_file))
     monkeypatch.setattr(eviction, "LEAST_BYTES", CHUNK)
@@ -99,7 +99,8 @@ class Node:
         self.registry.open_handles = lambda ino: self.handles.get(ino, 0)
         recover(self.registry)
         self.client = LocalClient(self.objects)
-        self.hydration = Hydration(self.registry, self.client, self._manifest)  # type: ignore[arg-type]
+        self.hydration = Hydration(self.registry, source.ObjectSource(self.client, self._manifest))  # type: ignore[arg-type]
+        self.hydration.serve_objects(self._manifest)
         self.hydration.scan()
         if STEP not in self.registry.records:
             directory = self.tier.root / "run" / "step_1"
@@ -251,7 +252,7 @@ async def test_an_object_of_another_generation_is_not_read(node: Node) -> None:
             await trio.lowlevel.checkpoint()
             return manifest
 
-        node.hydration._manifest_of = newer
+        node.hydration._source = source.ObjectSource(node.client, newer)  # type: ignore[arg-type]
         with pytest.raises(ObjectError, match="another generation"):
             await node.read("a.distcp", 0, 100)
 

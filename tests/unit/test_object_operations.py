@@ -28,6 +28,7 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.hydrate.hydration import Hydration
+from tierfs.hydrate.source import ObjectSource
 from tierfs.objects.pool import WorkerPool
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.importing import Importing
@@ -293,7 +294,8 @@ class Node:
         self.client = WorkerPool(registry.settings)
         deletions = Deletions(registry, self.client)
         self.index = ObjectIndex(registry, self.client, deletions)
-        self.hydration = Hydration(registry, self.client, self.index.manifest)
+        self.hydration = Hydration(registry, ObjectSource(self.client, self.index.manifest))
+        self.hydration.serve_objects(self.index.manifest)
         self.persister = Persister(
             registry,
             self.client,

@@ -3,6 +3,8 @@
 An inode never turns from a file into a stub: the stub is another one, renamed over it, so whoever holds the old one has
 all its bytes. A file that a program has open stays, since its room would not come back. So do small files and markers:
 they cost little, and a step without its marker at hand could not be judged.
+
+In a cluster other nodes may have the bytes as well as the object tier: then a file goes whose version they hold.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ LEAST_BYTES = 1 << 20
 
 
 def ram_bytes(hydration: Hydration, record: StepRecord) -> int:
-    """What evicting the step would free: of a persisted one the large files, of any other all that it holds."""
+    """What evicting the step would free: of one that is elsewhere too the large files, of any other all that it
+    holds."""
     files = record.manifest.files
-    if record.is_persisted:
+    if _is_elsewhere(hydration, record):
         return sum(size for _, _, size in _evictable(hydration, record))
     return sum(
         hydration.hydrated_bytes(entry.ino) if hydration.is_stub(entry.ino) else entry.size_bytes
@@ -44,7 +47,7 @@ def ram_bytes(hydration: Hydration, record: StepRecord) -> int:
 
 def evict(hydration: Hydration, record: StepRecord) -> bool:
     """See `tierfs.steps.object_tier.ObjectTier.evict`. Takes some 50 µs a file; frees nothing itself."""
-    if not record.is_persisted:
+    if not _is_elsewhere(hydration, record):
         return False
     registry, manifest = hydration.registry, record.manifest
     away = registry.tier.generations / f"{uuid.uuid4().hex}.evicted"
@@ -62,6 +65,8 @@ def evict(hydration: Hydration, record: StepRecord) -> bool:
                 freed_bytes += size
                 registry.invalidate_inside(record, inner)
                 hydration.on_replaced(entry.ino)
+                if version := hydration.version_of(entry.ino):
+                    hydration.on_version_left(entry.ino, version)
     except (OSError, TierfsError) as error:
         # No inode, or no attributes: what is left stays in RAM, whole.
         log.error("a step can't be evicted (further): %s", error, extra=registry.extra(record))
@@ -72,11 +77,18 @@ def evict(hydration: Hydration, record: StepRecord) -> bool:
     return True
 
 
+def _is_elsewhere(hydration: Hydration, record: StepRecord) -> bool:
+    """Something else than this node's RAM holds the step as it is now."""
+    if not record.manifest.joined:
+        return record.is_persisted
+    return record.is_complete and hydration.registry.cluster.may_leave_ram(record)
+
+
 def _is_there(hydration: Hydration, record: StepRecord, inner: str, entry: FileEntry) -> bool:
     """The object holds just these bytes, as far as it can be told at once."""
-    kept = hydration.kept_manifest(*record.key)
+    kept = hydration.kept_manifest(*record.key) if record.is_persisted and entry.checksum is not None else None
     if kept is None:
-        return True  # the step's own manifest says that it is persisted as it is
+        return True  # the step's own manifest says that it is persisted as it is, or the cluster holds it
     file = kept.files.get(inner)
     if file is not None and (file.size_bytes, to_text(file.checksum)) == (entry.size_bytes, entry.checksum):
         return True
@@ -90,13 +102,16 @@ def _is_there(hydration: Hydration, record: StepRecord, inner: str, entry: FileE
 
 def _evictable(hydration: Hydration, record: StepRecord) -> Iterator[tuple[str, FileEntry, int]]:
     """(path inside the step, entry, bytes in RAM) of the files that may become stubs, or emptier ones."""
+    is_shared = record.manifest.joined > 0
     for inner, entry in record.manifest.files.items():
-        if entry.size_bytes < LEAST_BYTES or entry.checksum is None or not entry.sealed:
+        if entry.size_bytes < LEAST_BYTES or not entry.sealed or (entry.checksum is None and not is_shared):
             continue
         if entry.ino in hydration.not_evictable:
             continue
         part = hydration.table.get(entry.ino)
         if part is None:
+            if is_shared and hydration.version_of(entry.ino) is None:
+                continue  # the cluster does not know of these bytes (yet)
             if hydration.registry.rules.match(inner) is None and inner != record.manifest.marker:
                 yield inner, entry, entry.size_bytes
         elif part.here_bytes >= LEAST_BYTES and not (part.is_open or part.users or part.wants):
@@ -130,8 +145,9 @@ def _replace(hydration: Hydration, record: StepRecord, inner: str, entry: FileEn
             step=manifest.step,
             file=inner,
             size_bytes=entry.size_bytes,
-            checksum=from_text(entry.checksum or ""),
+            checksum=from_text(entry.checksum) if entry.checksum is not None else None,
             mtime_ns=entry.mtime_ns,
+            version=(hydration.version_of(entry.ino) or "") if manifest.joined else "",
         )
     scratch = old.with_name(f"{old.name}.stub")
     ino = make_stub(scratch, mark, mode=info.st_mode, uid=info.st_uid, gid=info.st_gid, atime_ns=info.st_atime_ns)

@@ -1,4 +1,4 @@
-"""Bringing one chunk of a stub: fetched into the file, verified against the manifest, and only then shown."""
+"""Bringing one chunk of a stub: fetched into the file, verified by its checksum, and only then shown."""
 
 from __future__ import annotations
 
@@ -11,25 +11,35 @@ import trio
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
 from tierfs.checksum import CHUNK_BYTES, READ_BYTES
-from tierfs.errors import ChecksumMismatch, ObjectCorrupt, ObjectError, ObjectMissing, ObjectUnavailable, TierfsError
+from tierfs.errors import (
+    ChecksumMismatch,
+    ObjectCorrupt,
+    ObjectError,
+    ObjectMissing,
+    ObjectUnavailable,
+    PeerError,
+    TierfsError,
+)
 from tierfs.hydrate.partial import GOOD, MISSING, UNCHECKED, Fetch, PartialFile
 from tierfs.hydrate.room import HydrationRoom
-from tierfs.hydrate.stubs import restore_times
-from tierfs.objects.client import ObjectClient
+from tierfs.hydrate.source import Source
+from tierfs.hydrate.stubs import StubMark, restore_times
 from tierfs.steps.registry import StepRegistry
 
 log = logging.getLogger("tierfs.hydrate")
 
-#: A chunk that comes wrong is asked for so often: bits flip on the way, but a damaged object stays damaged.
+#: A chunk that comes wrong is asked for so often: bits flip on the way, and another holder may have them right, but a
+#: damaged object stays damaged.
 ATTEMPTS = 3
+NOT_SERVED = "what is not in RAM is not served (any more)"
 
 
 class Fetcher:
     """Fetches chunks in tasks of its own, so that several readers share one, and none dies with its reader."""
 
-    def __init__(self, registry: StepRegistry, client: ObjectClient, room: HydrationRoom) -> None:
+    def __init__(self, registry: StepRegistry, source: Source, room: HydrationRoom) -> None:
         self._registry = registry
-        self._client = client
+        self._source = source
         self._room = room
         self._threads = trio.CapacityLimiter(2)
         #: What `status` says of a step whose bytes could not be had, but may be had later; by the step's path.
@@ -44,7 +54,7 @@ class Fetcher:
         if fetch is None:
             fetch = Fetch()
             if self.nursery is None:
-                fetch.error = ObjectUnavailable("the object tier is not served (any more)")
+                fetch.error = ObjectUnavailable(NOT_SERVED)
                 fetch.done.set()
                 return fetch
             part.fetches[chunk] = fetch
@@ -81,14 +91,17 @@ class Fetcher:
             part.tell()
 
     async def bring(self, part: PartialFile, chunk: int, fd: int, *, urgent: bool) -> None:
-        """Fetch the chunk into a file, and return once it is what was sealed. ObjectError, ChecksumMismatch, NoRoom."""
-        if part.mark is None or part.object is None:
+        """Fetch the chunk into a file, and return once it is what was sealed.
+
+        Raises ObjectError, PeerError, ChecksumMismatch.
+        """
+        if part.mark is None or part.chunks is None:
             raise ObjectError(f"nobody knows where the bytes of {part.shown} are")
-        expected = part.object.chunks[chunk]
+        expected = part.chunks[chunk]
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                found = await self._client.read_range(
-                    part.mark.key,
+                found = await self._source.read_range(
+                    part.mark,
                     chunk * CHUNK_BYTES,
                     part.length(chunk),
                     fd,
@@ -97,11 +110,12 @@ class Fetcher:
                 )
             except ObjectMissing as error:
                 raise self._failed(part, chunk, ObjectError(f"the object is gone ({error.message})")) from None
-            except ObjectError as error:
+            except (ObjectError, PeerError) as error:
                 raise self._failed(part, chunk, error) from None
             if found == expected:
                 self._came(part, chunk)
                 return
+            self._source.came_wrong(part.mark, chunk * CHUNK_BYTES)
             log.warning(
                 "chunk %d came with another checksum than was sealed (attempt %d of %d)", chunk, attempt, ATTEMPTS,
                 extra=self._extra(part),
@@ -112,7 +126,7 @@ class Fetcher:
 
     async def _check_left(self, part: PartialFile, chunk: int) -> None:
         """Bytes that an earlier daemon brought: right, or made a hole again."""
-        if part.object is None:
+        if part.chunks is None:
             return
         fd = os.dup(part.fd)
         try:
@@ -121,7 +135,7 @@ class Fetcher:
             )
         finally:
             os.close(fd)
-        if found == part.object.chunks[chunk]:
+        if found == part.chunks[chunk]:
             part.set(chunk, GOOD)
         else:
             part.set(chunk, MISSING)
@@ -141,14 +155,19 @@ class Fetcher:
         if part.mark is not None:
             rel = f"{part.mark.namespace}/{part.mark.step}"
             self._registry.problem("error", message, rel)
-            if isinstance(error, ObjectError) and error.may_pass and not isinstance(error, ObjectCorrupt):
+            if isinstance(error, ObjectError | PeerError) and error.may_pass and not isinstance(error, ObjectCorrupt):
                 self._passing[rel] = message
-        return type(error)(message) if isinstance(error, ChecksumMismatch | ObjectError) else error
+        return type(error)(message) if isinstance(error, ChecksumMismatch | ObjectError | PeerError) else error
 
     def _extra(self, part: PartialFile) -> dict[str, str]:
         mark = part.mark
         named = (mark.namespace, mark.step, mark.file) if mark is not None else ("", "", part.shown)
-        return {"namespace": named[0], "step": named[1], "file": named[2], "tier": "object"}
+        return {"namespace": named[0], "step": named[1], "file": named[2], "tier": _tier(mark)}
+
+
+def _tier(mark: StubMark | None) -> str:
+    """Where the bytes are expected to come from, as log lines say it."""
+    return "replica" if mark is not None and mark.version else "object"
 
 
 def _checksum(fd: int, start: int, length: int) -> int:

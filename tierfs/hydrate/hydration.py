@@ -1,4 +1,4 @@
-"""Hydration: the bytes of stubs are brought from the object tier, chunk by chunk as they are read, or all of them.
+"""Hydration: the bytes of stubs are brought from where they are, chunk by chunk as they are read, or all of them.
 
 A read is served as soon as the chunks under it are here and verified; meanwhile the rest of the file follows, where the
 tier has room for all of it. A stub that is whole loses its mark and is an ordinary file from then on. In a tier too
@@ -13,21 +13,23 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import trio
 
-from tierfs.checksum import CHUNK_BYTES
-from tierfs.errors import NoRoom, ObjectCorrupt, ObjectError, ObjectUnavailable, TierfsError
+from tierfs.checksum import CHUNK_BYTES, combine, to_text
+from tierfs.errors import NoRoom, ObjectCorrupt, ObjectUnavailable, TierfsError
 from tierfs.hydrate import eviction
 from tierfs.hydrate.aside import Aside
-from tierfs.hydrate.fetching import Fetcher
+from tierfs.hydrate.fetching import NOT_SERVED, Fetcher
 from tierfs.hydrate.partial import PartialFile
 from tierfs.hydrate.population import Population
 from tierfs.hydrate.room import HydrationRoom
-from tierfs.hydrate.stubs import remove_mark, restore_times, with_mtime, write_mark
+from tierfs.hydrate.source import Source
+from tierfs.hydrate.stubs import StubMark, remove_mark, restore_times, with_mtime, write_mark
 from tierfs.hydrate.table import StubTable
-from tierfs.objects.client import ObjectClient
-from tierfs.persist.object_manifest import ObjectFile, ObjectManifest
+from tierfs.persist.object_manifest import ObjectManifest
+from tierfs.steps.manifest import FileEntry
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 
@@ -49,37 +51,50 @@ SOON_AT_ONCE = 8
 
 
 class Hydration:
-    """All stubs of a mount. `on_whole` is set by the file system: the inode is an ordinary file from now on.
+    """All stubs of a mount. Nothing is brought but while `run` runs.
 
-    `manifest_of` gives the object tier's manifest of a step, from memory where it was asked for lately; `kept_manifest`
-    the same where it is known at once, else None. Nothing is brought but while `run` runs.
+    `serve_objects` is called where there is an object tier: its steps are shown from there, and what is evicted is held
+    against its manifests.
     """
 
-    def __init__(
-        self,
-        registry: StepRegistry,
-        client: ObjectClient,
-        manifest_of: Callable[[str, str], Awaitable[ObjectManifest]],
-        kept_manifest: Callable[[str, str], ObjectManifest | None] = lambda namespace, step: None,
-    ) -> None:
+    def __init__(self, registry: StepRegistry, source: Source) -> None:
         self.registry = registry
-        self.kept_manifest = kept_manifest
+        #: The object tier's manifest of a step where it is known at once, else None.
+        self.kept_manifest: Callable[[str, str], ObjectManifest | None] = lambda namespace, step: None
         #: Files that differ from their objects, by inode number.
         self.not_evictable: set[int] = set()
         self.table = StubTable(registry)
         self.on_whole: Callable[[int], None] = lambda ino: None
         #: A file was replaced by a stub with another inode.
         self.on_replaced: Callable[[int], None] = lambda ino: None
-        self._manifest_of = manifest_of
+        #: A stub with a version has all its bytes, verified: the file at the path is marked with the version here,
+        #: before it is an ordinary one. May raise OSError, and then it stays a stub for now.
+        self.on_whole_version: Callable[[int, Path, str], None] = lambda ino, path, version: None
+        #: The version that a whole file has in the cluster, by inode; None for none.
+        self.version_of: Callable[[int], str | None] = lambda ino: None
+        #: A whole file of that version, the inode, became a stub.
+        self.on_version_left: Callable[[int, str], None] = lambda ino, version: None
+        self._source = source
         self._room = HydrationRoom(registry, self.table)
-        self._fetcher = Fetcher(registry, client, self._room)
+        self._fetcher = Fetcher(registry, source, self._room)
         self._fetcher.settled = self._settled
         self._aside = Aside(partial(self._fetcher.bring, urgent=True))
         self._serving = trio.Event()
         self._fill_slots = trio.Semaphore(FILLS_AT_ONCE)
         self._soon = trio.Semaphore(SOON_AT_ONCE)
         self._ask_at: dict[int, float] = {}
-        self._population = Population(registry, self.table, manifest_of, self._bring_soon)
+        self._population = Population(registry, self.table, self._bring_soon)
+
+    def serve_objects(
+        self,
+        manifest_of: Callable[[str, str], Awaitable[ObjectManifest]],
+        kept_manifest: Callable[[str, str], ObjectManifest | None] | None = None,
+    ) -> None:
+        """There is an object tier. `manifest_of` gives its manifest of a step, from memory where it was asked for
+        lately; `kept_manifest` the same where it is known at once, else None."""
+        self._population.manifest_of = manifest_of
+        if kept_manifest is not None:
+            self.kept_manifest = kept_manifest
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Brings what is asked for, until cancelled."""
@@ -118,7 +133,7 @@ class Hydration:
     # --- steps
 
     async def populate(self, record: StepRecord) -> None:
-        """Make the stubs of a step of the object tier that nobody looked into yet. TierfsError, OSError."""
+        """Make the stubs of a step that nobody looked into yet. TierfsError, OSError."""
         await self._population.populate(record)
         self.table.sweep()
 
@@ -162,7 +177,7 @@ class Hydration:
     async def read(self, ino: int, offset: int, size: int) -> bytes | None:
         """Bytes of a stub, once their chunks are here; fewer at the end of the file. None: it is no stub (any more).
 
-        Raises ObjectError, ChecksumMismatch, NoRoom, OSError.
+        Raises ObjectError, PeerError, ChecksumMismatch, NoRoom, OSError.
         """
         part = self.table.get(ino)
         if part is None:
@@ -192,7 +207,8 @@ class Hydration:
     async def hydrate(self, ino: int, *, on_progress: Callable[[int], None] = lambda here_bytes: None) -> None:
         """Bring all of a stub. Returns at once for what is none. `on_progress` gets how many bytes are in RAM.
 
-        NoRoom before much is fetched; ObjectError, ChecksumMismatch; what came stays for the next time.
+        NoRoom before much is fetched; ObjectError, PeerError, ChecksumMismatch, OSError; what came stays for the next
+        time.
         """
         part = self.table.get(ino)
         if part is None:
@@ -202,6 +218,9 @@ class Hydration:
         try:
             async with self._using(part):
                 while ino in self.table:
+                    if part.is_whole and not part.fetches:
+                        self._end_if_whole(part)  # that failed before, or it would be in the table no more
+                        continue
                     if not part.filling:
                         if part.fill_error is not None:
                             raise part.fill_error
@@ -225,7 +244,7 @@ class Hydration:
         with trio.move_on_after(self.registry.settings.transfer.read_retry_for_s):
             await self._serving.wait()
             return
-        raise ObjectUnavailable("the object tier is not served (any more)")
+        raise ObjectUnavailable(NOT_SERVED)
 
     async def _bring(self, part: PartialFile, chunks: Iterable[int], *, urgent: bool) -> None:
         """Once all these chunks are good, or one of them failed. They may be given up again if they aren't pinned."""
@@ -267,7 +286,7 @@ class Hydration:
         """Bring all chunks from the reader's place on, for as long as somebody wants them."""
         nursery = self._fetcher.nursery
         if nursery is None:
-            part.fill_error = ObjectError("the object tier is not served (any more)")
+            part.fill_error = ObjectUnavailable(NOT_SERVED)
             return
         part.filling = True
         self._room.promise(part)
@@ -326,7 +345,7 @@ class Hydration:
         """For the time of the block the stub's descriptor is open and the checksums of its chunks are known."""
         part.users += 1
         try:
-            if part.object is None or part.fd < 0:
+            if part.chunks is None or part.fd < 0:
                 await self._get_ready(part)
             yield
         finally:
@@ -339,16 +358,10 @@ class Hydration:
             raise ObjectCorrupt(f"{part.shown} is a stub whose mark is damaged, so nobody knows where its bytes are")
         if part.fd < 0:
             part.fd = self.table.open(part)
-        manifest = await self._manifest_of(mark.namespace, mark.step)
-        found: ObjectFile | None = manifest.files.get(mark.file)
-        if found is None or (found.size_bytes, found.checksum) != (mark.size_bytes, mark.checksum):
-            raise ObjectError(
-                f"{part.shown} can't be fetched: the object tier holds another generation of "
-                f"{mark.namespace}/{mark.step} by now"
-            )
-        if manifest.chunk_bytes != CHUNK_BYTES or len(found.chunks) != part.count:
-            raise ObjectCorrupt(f"the manifest of {mark.namespace}/{mark.step} has no checksums for chunks of 16 MiB")
-        part.object = found
+        chunks = await self._source.chunks(mark)
+        if len(chunks) != part.count:
+            raise ObjectCorrupt(f"{part.shown} has {part.count} chunks, and {len(chunks)} checksums of them are known")
+        part.chunks = chunks
 
     def _let_go(self, part: PartialFile) -> None:
         if part.users:
@@ -356,13 +369,17 @@ class Hydration:
         if part.fd >= 0:
             os.close(part.fd)
             part.fd = -1
-        part.object = None
+        part.chunks = None
 
     def _settled(self, part: PartialFile) -> None:
         try:
             self._end_if_whole(part)
-        except OSError as error:  # it is gone
-            log.debug("a stub can't be made an ordinary file: %s", error)
+        except OSError as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            log.log(
+                logging.DEBUG if is_gone else logging.WARNING,
+                "%s can't be made an ordinary file: %s", part.shown, error,
+            )  # fmt: skip
         self._let_go(part)
 
     def _end_if_whole(self, part: PartialFile) -> None:
@@ -373,9 +390,13 @@ class Hydration:
         try:
             self.registry.tier.trim(fd)
             restore_times(fd, part.mark)
+            if part.mark.version:
+                self.on_whole_version(part.ino, self.registry.tier.path / part.where, part.mark.version)
             remove_mark(fd)
         finally:
             os.close(fd)
+        if part.mark.checksum is None and part.chunks is not None:
+            self._note_checksum(part, part.mark, part.chunks)
         self.table.drop(part)
         self._room.forget(part)
         self._ask_at.pop(part.ino, None)
@@ -383,3 +404,15 @@ class Hydration:
         self.on_whole(part.ino)
         mark = part.mark
         log.debug("hydrated", extra={"namespace": mark.namespace, "step": mark.step, "file": mark.file, "tier": "ram"})
+
+    def _note_checksum(self, part: PartialFile, mark: StubMark, chunks: tuple[int, ...]) -> None:
+        """The step's manifest learns what its file sums up to, which whoever showed the stub did not know."""
+        record = self.registry.records.get((mark.namespace, mark.step))
+        entry = record.manifest.files.get(mark.file) if record is not None else None
+        if record is None or entry is None or entry.ino != part.ino or entry.checksum is not None:
+            return
+        summed = 0
+        for chunk, checksum in enumerate(chunks):
+            summed = combine(summed, checksum, part.length(chunk))
+        record.manifest.files[mark.file] = FileEntry(entry.size_bytes, entry.mtime_ns, entry.ino, to_text(summed), True)
+        record.unsaved = True

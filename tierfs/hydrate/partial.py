@@ -12,7 +12,6 @@ import trio
 
 from tierfs.checksum import CHUNK_BYTES
 from tierfs.hydrate.stubs import StubMark
-from tierfs.persist.object_manifest import ObjectFile
 
 #: States of a chunk. UNCHECKED: an earlier daemon brought bytes, and nobody knows any more whether they are right.
 MISSING, UNCHECKED, GOOD = 0, 1, 2
@@ -31,6 +30,7 @@ class PartialFile:
 
     __slots__ = (
         "changed",
+        "chunks",
         "cursor",
         "fd",
         "fetches",
@@ -40,7 +40,6 @@ class PartialFile:
         "is_open",
         "left_at",
         "mark",
-        "object",
         "pins",
         "read_end",
         "run_bytes",
@@ -56,10 +55,10 @@ class PartialFile:
         self.where = where
         self.state: bytearray | None = None  # of each chunk; None: all are missing
         self.fd = -1
-        self.object: ObjectFile | None = None  # with the checksums of the chunks, while in use
+        self.chunks: tuple[int, ...] | None = None  # their checksums, while in use
         self.fetches: dict[int, Fetch] = {}
         self.pins: Counter[int] = Counter()  # chunks that a read needs now
-        self.users = 0  # tasks that need `fd` and `object`
+        self.users = 0  # tasks that need `fd` and `chunks`
         self.is_open = False  # a program has it open
         self.left_at = 0.0  # when the last handle was closed (trio.current_time)
         self.wants = 0  # tasks that want all of it

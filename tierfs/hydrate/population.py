@@ -12,7 +12,7 @@ from pathlib import Path
 
 import trio
 
-from tierfs.errors import ObjectCorrupt
+from tierfs.errors import ObjectCorrupt, ObjectMissing
 from tierfs.hydrate.eviction import LEAST_BYTES
 from tierfs.hydrate.stubs import MarkDamaged, StubMark, make_stub, read_mark
 from tierfs.hydrate.table import StubTable
@@ -33,12 +33,12 @@ class Population:
         self,
         registry: StepRegistry,
         table: StubTable,
-        manifest_of: Callable[[str, str], Awaitable[ObjectManifest]],
         bring_soon: Callable[[Iterable[int]], None],
     ) -> None:
         self._registry = registry
         self._table = table
-        self._manifest_of = manifest_of
+        #: None: there is no object tier.
+        self.manifest_of: Callable[[str, str], Awaitable[ObjectManifest]] | None = None
         self._bring_soon = bring_soon
         self._locks: dict[tuple[str, str], trio.Lock] = {}
         self._limiter = trio.CapacityLimiter(4)
@@ -46,6 +46,9 @@ class Population:
     async def populate(self, record: StepRecord) -> None:
         """See `Hydration.populate`. Done again after a crash it goes on where it was."""
         if record.manifest.populated:
+            return
+        if record.manifest.joined:
+            await self._registry.cluster.show_listing(record.rel)  # the catalogue says what is in it
             return
         lock = self._locks.setdefault(record.key, trio.Lock())
         async with lock:
@@ -56,7 +59,9 @@ class Population:
 
     async def _populate(self, record: StepRecord) -> None:
         namespace, step = record.key
-        manifest = await self._manifest_of(namespace, step)
+        if self.manifest_of is None:
+            raise ObjectMissing(f"{record.rel} is in the object tier, and this node has none")
+        manifest = await self.manifest_of(namespace, step)
         scratch = self._registry.tier.generations / f"{uuid.uuid4().hex}.stub"
         try:
             made = await trio.to_thread.run_sync(_make_tree, record.directory, manifest, scratch, limiter=self._limiter)

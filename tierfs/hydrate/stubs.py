@@ -1,5 +1,5 @@
-"""Stubs: sparse files of the right size, times, mode and owner whose bytes are (partly) elsewhere, in the object tier or
-in the RAM of other nodes.
+"""Stubs: sparse files of the right size, times, mode and owner whose bytes are (partly) elsewhere: in the object tier,
+or in the RAM of other nodes.
 
 What makes a file a stub is an extended attribute of its inode, so it survives renames, hard links and the daemon: a
 mark that says where the bytes are and what they are. It is set before the file gets its visible name, and removed only

@@ -7,6 +7,7 @@ from typing import Any
 import trio
 
 from tierfs.hydrate.hydration import Hydration
+from tierfs.hydrate.source import ObjectSource
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.index import ObjectIndex
@@ -16,14 +17,23 @@ from tierfs.steps.registry import StepRegistry
 
 
 class ObjectSteps:
-    """Implements `ObjectTier`. `run` is to be started before requests are served, and cancelled last."""
+    """Implements `ObjectTier`. `run` is to be started before requests are served, and cancelled last.
 
-    def __init__(self, registry: StepRegistry, client: ObjectClient, *, node: str) -> None:
+    `hydration` is of a node that also has other sources of bytes than the object tier (`source`), and whoever made it
+    runs it; without it there are only the object tier's stubs.
+    """
+
+    def __init__(
+        self, registry: StepRegistry, client: ObjectClient, *, node: str, hydration: Hydration | None = None
+    ) -> None:
         self.client = client
         self.registry = registry
         self.deletions = Deletions(registry, client)
         self.index = ObjectIndex(registry, client, self.deletions)
-        self.hydration = Hydration(registry, client, self.index.manifest, self.index.kept)
+        self.source = ObjectSource(client, self.index.manifest)
+        self._runs_hydration = hydration is None
+        self.hydration = hydration or Hydration(registry, self.source)
+        self.hydration.serve_objects(self.index.manifest, self.index.kept)
         self.persister = Persister(
             registry,
             client,
@@ -37,7 +47,8 @@ class ObjectSteps:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """The background work, until cancelled. Started once the tier was listed, or that takes too long."""
         async with trio.open_nursery() as nursery:
-            await nursery.start(self.hydration.run)
+            if self._runs_hydration:
+                await nursery.start(self.hydration.run)
             await nursery.start(self.index.run)
             await nursery.start(self.persister.run)
             task_status.started()
@@ -68,7 +79,7 @@ class ObjectSteps:
         return self.hydration.ram_bytes(record)
 
     def evict(self, record: StepRecord) -> bool:
-        return record.is_persisted and self.hydration.evict(record)
+        return self.hydration.evict(record)
 
     async def populate(self, record: StepRecord) -> None:
         await self.hydration.populate(record)
