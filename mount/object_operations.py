@@ -66,6 +66,10 @@ class ObjectControl:
         }
 
     @property
+    def is_there(self) -> bool:
+        return self._tier is not None
+
+    @property
     def work(self) -> ObjectWork:
         """SettingsError (exit code 2) without an object tier."""
         if self._tier is None:

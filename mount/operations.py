@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tierfs
+from mount.cluster_operations import ClusterControl, ClusterWork
 from mount.leaving import Leaving
 from mount.object_operations import ObjectControl, ObjectWork, Tell, telling
 from mount.runtime import Instance, MountRecord, read_process
@@ -22,7 +23,7 @@ from tierfs.persist.selection import select
 from tierfs.settings_sources import describe_settings
 from tierfs.steps.names import safe_relative
 from tierfs.steps.operations import StepOperations
-from tierfs.steps.report import describe_namespaces, describe_step, step_bytes, step_tier
+from tierfs.steps.report import describe_namespaces, describe_step, describe_tiers, step_bytes, step_tier
 
 if TYPE_CHECKING:
     from mount.channel import Channel
@@ -52,10 +53,11 @@ class Operations:
         *,
         path_of: Callable[[int], str | None],
         objects: ObjectWork | None = None,
+        cluster: ClusterWork | None = None,
         leaving: Leaving | None = None,
     ) -> None:
         """`path_of` turns a node id into a path below the mount's root, where it has one; `objects` is there when
-        there is an object tier."""
+        there is an object tier, `cluster` when there may be other nodes."""
         self._instance = instance
         self._record = record
         self._registry = registry
@@ -64,6 +66,7 @@ class Operations:
         self._steps = StepOperations(registry)
         self._leaving = leaving or Leaving()
         self._objects = ObjectControl(objects, self._leaving)
+        self._cluster = ClusterControl(cluster, self._as_node)
         self._started = time.monotonic()
 
     def table(self) -> dict[str, Operation]:
@@ -80,6 +83,8 @@ class Operations:
             "rm": self.rm,
             "verify": self.verify,
             **self._objects.table(),
+            **self._cluster.table(),
+            "wait": self.wait,
         }
 
     async def status(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -93,7 +98,7 @@ class Operations:
             for found in self._registry.tier.problems()
         ]
         objects = await self._objects.status()
-        problems += _object_problems(objects)
+        problems += _object_problems(objects) + self._cluster.problems()
         if keeper is None:
             problems.append(
                 {
@@ -131,6 +136,7 @@ class Operations:
                 "noswap": grant.noswap if grant is not None else False,
             },
             "object": objects,
+            "cluster": self._cluster.status(),
             "namespaces": _with_durability(namespaces, objects),
             "steps": [step for namespace in namespaces for step in namespace["steps"]],
             "growing": self._growing(),
@@ -172,7 +178,7 @@ class Operations:
         level, in_object = "", None
         if is_step and record is not None:
             size = step_bytes(record)
-            described = self._registry.object_tier.describe(record)
+            described = describe_tiers(self._registry, record)
             level, in_object = described["level"], described["object"]
         elif stat.S_ISDIR(info.st_mode):
             size = 0
@@ -236,16 +242,21 @@ class Operations:
     async def verify(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         """What the tiers asked for hold of the path. `all` adds them up, and says of each bad file where it is bad."""
         path, tier = _text(arguments, "path"), arguments.get("tier", "ram")
-        if tier not in ("ram", "object", "all"):
-            raise PathRefused(f"{tier!r} is no tier; there are ram, object and all")
-        if tier != "ram":
-            _ = self._objects.work  # refuses now rather than after the RAM tier was read
+        if tier not in ("ram", "replica", "object", "all"):
+            raise PathRefused(f"{tier!r} is no tier; there are ram, replica, object and all")
+        # Refuses now rather than after the RAM tier was read.
+        if tier == "replica":
+            _ = self._cluster.work
+        elif tier == "object" or (tier == "all" and self._cluster.is_alone):
+            _ = self._objects.work
 
         async def verified(tell: Tell) -> dict[str, Any]:
             sums: dict[str, Any] = {"files": 0, "bytes": 0, "bad": [], "unsealed": 0, "stubs": 0, "not_persisted": 0}
             if tier in ("ram", "all"):
                 _add_up(sums, "ram", await self._steps.verify(path, tell))
-            if tier in ("object", "all"):
+            if tier == "replica" or (tier == "all" and not self._cluster.is_alone):
+                _add_up(sums, "replica", await self._cluster.verify(path, tell))
+            if tier == "object" or (tier == "all" and self._objects.is_there):
                 try:
                     found = await self._objects.verify(path, tell)
                 except NotFound:
@@ -256,6 +267,29 @@ class Operations:
             return sums
 
         return await telling(progress, verified)
+
+    async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        """For the level `replica` other nodes are needed, for `object` an object tier."""
+        if arguments.get("level") == "replica":
+            return await self._cluster.wait(arguments, progress)
+        return await self._objects.wait(arguments, progress)
+
+    def _as_node(self) -> dict[str, Any]:
+        """This node, where it is alone, as `tierfs nodes` lists it."""
+        usage = self._registry.tier.usage()
+        return {
+            "node": self._registry.settings.node or self._instance.name,
+            "this": True,
+            "state": "serving",
+            "addresses": [],
+            "domain": self._registry.settings.cluster.domain,
+            "size_bytes": usage.size_bytes,
+            "free_bytes": usage.free_bytes,
+            "partners": [],
+            "version": tierfs.__version__,
+            "mountpoint": self._record.mountpoint,
+            "lost_s": None,
+        }
 
     async def _populate(self, rel: str) -> None:
         """Makes the stubs of what is looked into, of the object tier and of other nodes, as the file system does."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MOST_SENDING = 8
-_LEVEL_STYLES = {"object": "green", "ram": ""}
+_LEVEL_STYLES = {"object": "green", "replica": "green", "ram": ""}
 
 
 def level_cell(step: Mapping[str, Any]) -> Any:
@@ -14,7 +14,14 @@ def level_cell(step: Mapping[str, Any]) -> Any:
     from mount.cli.tables import Cell
 
     level, found = step.get("level") or "", step.get("object")
+    replica = step.get("replica")
+    if replica is not None and replica["state"] in ("copying", "lost") and level != "object":
+        if replica["state"] == "lost":
+            return Cell("lost: a file has no copy left", "red")
+        return Cell(f"{level}, {replica['copies']} of {replica['wanted']} copies", "yellow")
     if found is None:
+        if replica is not None:
+            return Cell(level, _LEVEL_STYLES.get(level, ""))
         # Steps of a mount without an object tier have `object` null; files have no state of their own.
         return Cell(level if step.get("type") == "file" else "", _LEVEL_STYLES.get(level, ""))
     state = found.get("state", "none")
@@ -39,6 +46,24 @@ def leaving_fact(status: Mapping[str, Any]) -> Any:
     if status.get("mounted", True):
         return ""
     return Cell(f"still sending what is owed; a new mount of {status['name']} goes on with it", "yellow")
+
+
+def cluster_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Lines of the block at the top about the other nodes; none where the node is alone."""
+    from mount.cli.tables import Cell
+
+    found = status.get("cluster")
+    if not found:
+        return []
+    lost = f", lost: {', '.join(found['lost'])}" if found["lost"] else ""
+    draining = ", this one is draining" if found["draining"] else ""
+    nodes = f"{found['nodes']} nodes of {found['cluster']}, this is {found['node']}{lost}{draining}"
+    waiting = f"; {found['pending']} changes wait for it" if found["pending"] else ""
+    away = Cell(f"{found['catalog']} can't be reached{waiting}", "red")
+    return [
+        ("cluster", Cell(nodes, "yellow" if lost or draining else "")),
+        ("catalogue", Cell(found["catalog"]) if found["connected"] else away),
+    ]
 
 
 def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -19,13 +19,17 @@ COMMAND_MODULES = (
     "mount.cli.read_commands",
     "mount.cli.step_commands",
     "mount.cli.object_commands",
+    "mount.cli.cluster_commands",
     "mount.cli.copy_commands",
     "mount.cli.config_commands",
     "mount.cli.doctor_command",
     "mount.cli.completion",
 )
 
-DESCRIPTION = "A file system for training checkpoints: they land in RAM, and whole steps go to object storage."
+DESCRIPTION = (
+    "A file system for training checkpoints: they land in RAM, are copied to other nodes' RAM, and whole steps go to "
+    "object storage."
+)
 EPILOG = """\
 examples:
   tierfs mount /ckpt -o size=50%                mount; then let the training job write below /ckpt

@@ -30,15 +30,18 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     wait = subparsers.add_parser(
         "wait",
         help="wait until a step is durable",
-        description="Waits until a step has reached a level: `ram` is complete in RAM, `object` is committed in the\n"
-        "object tier.",
+        description="Waits until a step has reached a level: `ram` is complete in RAM, `replica` is held by other\n"
+        "nodes too, `object` is committed in the object tier.",
         epilog="examples:\n"
         "  tierfs wait /ckpt/run1/step_500 --level object\n"
         "  tierfs wait /ckpt/run1/step_500 --timeout 300 || echo 'not durable yet'\n\n"
-        "exit codes: 0 reached, 1 not in time, or it never will be, 2 there is no object tier, 4 not mounted",
+        "exit codes: 0 reached, 1 not in time, or it never will be, 2 there is no object tier, or no other node,\n"
+        "4 not mounted",
     )
     wait.add_argument("path", metavar="PATH", help="step's directory in the mount")
-    wait.add_argument("--level", choices=("ram", "object"), default="object", help="what to wait for (default object)")
+    wait.add_argument(
+        "--level", choices=("ram", "replica", "object"), default="object", help="what to wait for (default object)"
+    )
     wait.add_argument("--timeout", type=_seconds, metavar="S", help="give up after S seconds, or 5min (default: never)")
     add_json(wait)
     wait.set_defaults(run=run_wait)

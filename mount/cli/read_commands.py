@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mount.cli.durability import in_ram, leaving_fact, level_cell, object_facts, render_durability
+from mount.cli.durability import cluster_facts, in_ram, leaving_fact, level_cell, object_facts, render_durability
 
 DEGRADED = 3
 _MOST_GROWING = 5
@@ -123,6 +123,7 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
             ("processes", f"daemon {status['daemon_pid']}, {keeper}{up}{again}"),
             ("ram", f"{used} of {size} used, {format_size(ram['free_bytes'])} free{pages}{swap}"),
             ("ballast", _ballast(ram)),
+            *cluster_facts(status),
             *object_facts(status),
         ],
         screen,

@@ -77,7 +77,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     verify.add_argument("path", metavar="PATH", help="step, file or directory in the mount")
     verify.add_argument(
-        "--tier", choices=("ram", "object", "all"), default="ram", help="whose copy to read (default: ram)"
+        "--tier", choices=("ram", "replica", "object", "all"), default="ram", help="whose copy to read (default: ram)"
     )
     add_json(verify)
     verify.set_defaults(run=run_verify)

@@ -37,8 +37,16 @@ def describe_step(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
         "note": manifest.note,
         "ram_bytes": size,
         "stubs": 0,
-        **registry.object_tier.describe(record),
+        **describe_tiers(registry, record),
     }
+
+
+def describe_tiers(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
+    """Where the step's bytes are; `level` is how durable it is: ram, replica or object."""
+    described = {**registry.object_tier.describe(record), **registry.cluster.describe(record)}
+    if described["level"] == "ram" and (described.get("replica") or {}).get("state") == "replicated":
+        described["level"] = "replica"
+    return described
 
 
 def step_tier(described: Mapping[str, Any]) -> str:
