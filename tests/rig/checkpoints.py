@@ -30,7 +30,7 @@ def _bits(name: str, seed: int, elements: int, dtype: torch.dtype) -> torch.Tens
 
 def _tensors(seed: int, size_bytes: int) -> dict[str, torch.Tensor]:
     """The full tensors: nine tenths of the bytes are to be sharded by rows, the rest is the same on all ranks."""
-    rows = max(4, size_bytes * 3 // 10 // (COLUMNS * 4) // 4 * 4)
+    rows = max(12, size_bytes * 3 // 10 // (COLUMNS * 4) // 12 * 12)  # 1, 2, 3 and 4 ranks divide it
     full = {name: _bits(name, seed, rows * COLUMNS, torch.float32).view(rows, COLUMNS) for name in SHARDED}
     full["embed"] = _bits("embed", seed, rows * COLUMNS // 2, torch.bfloat16).view(-1, COLUMNS)
     full["norm"] = _bits("norm", seed, 8, torch.float32)

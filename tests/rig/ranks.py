@@ -7,23 +7,47 @@ The forking process never touches a checkpoint: who took part in a save are the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+from rig.network import enter
+
 COLLECTIVE_TIMEOUT_S = 60
+#: Where the ranks of a job meet; each job of a process has another port, since a killed one may still hold its own.
+_ports = itertools.count(29_500)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"]
 )
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs: on a host of a network under test, with the mount of its node as its `root`."""
+
+    namespace: Path
+    root: Path
+    interface: str = "eth0"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The seats of a job's ranks, and the address (of the first) where they meet."""
+
+    seats: Sequence[Seat]
+    master: str
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
 
 
 class RankFailed(AssertionError):
@@ -37,6 +61,8 @@ class Rank:
     rank: int
     world: int
     _pipe: Connection
+    root: Path = Path()
+    """The mount of its node, where the job has a `Table`."""
 
     def report(self, event: Any) -> None:
         """Tells the test how far this rank is; read with `Job.next_event`."""
@@ -44,19 +70,21 @@ class Rank:
 
 
 class Job:
-    """A started job. `function(rank, *arguments)` runs on each of `world` ranks; 0 ranks of world 1 need no gloo."""
+    """A started job. `function(rank, *arguments)` runs on each of `world` ranks, or on one rank a seat of `table`."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, world: int = 2) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *arguments: Any, world: int = 2, table: Table | None = None
+    ) -> None:
+        world = len(table.seats) if table else world
         self._directory = tempfile.TemporaryDirectory(prefix="tierfs-ranks-")
         self.processes = []
         self._pipes: list[Connection] = []
         self._answers: dict[int, tuple[str, Any]] = {}
         self._events: list[Any] = []
+        meet = f"tcp://{table.master}:{next(_ports)}" if table else f"file://{self._directory.name}/store"
         for rank in range(world):
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_run_rank, args=(theirs, function, rank, world, f"{self._directory.name}/store", arguments)
-            )
+            process = _context.Process(target=_run_rank, args=(theirs, function, rank, world, meet, table, arguments))
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -114,14 +142,35 @@ class Job:
                 self._answers[rank] = (kind, content)
 
 
-def run_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    *arguments: Any,
+    world: int = 2,
+    table: Table | None = None,
+    timeout_s: float = 120,
+) -> list[Any]:
     """Runs `function(rank, *arguments)` on each rank to its end and returns what each returned."""
-    return Job(function, *arguments, world=world).wait(timeout_s)
+    return Job(function, *arguments, world=world, table=table).wait(timeout_s)
 
 
 def _run_rank(
-    pipe: Connection, function: Callable[..., Any], rank: int, world: int, store: str, arguments: tuple[Any, ...]
+    pipe: Connection,
+    function: Callable[..., Any],
+    number: int,
+    world: int,
+    meet: str,
+    table: Table | None,
+    arguments: tuple[Any, ...],
 ) -> None:
+    timeout_s: float = COLLECTIVE_TIMEOUT_S
+    rank = Rank(number, world, pipe)
+    if table:
+        seat = table.seats[number]
+        enter(seat.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = seat.interface
+        rank.root = seat.root
+        timeout_s = table.collective_timeout_s
+
     import torch
     import torch.distributed as dist
 
@@ -129,12 +178,12 @@ def _run_rank(
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
+            init_method=meet,
+            rank=number,
             world_size=world,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
         )
-        value = function(Rank(rank, world, pipe), *arguments)
+        value = function(rank, *arguments)
         dist.destroy_process_group()
         pipe.send(("value", value))
     except BaseException:
