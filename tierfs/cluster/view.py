@@ -10,22 +10,24 @@ import logging
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import trio
 
 from tierfs.catalog import keys
-from tierfs.catalog.records import FileRecord, Holding, NodeRecord, Operation, StepState, TreeRecord
+from tierfs.catalog.records import FileRecord, Holding, StepState
 from tierfs.catalog.store import Batch, Compare, Event, KeyStore, KeyValue, Put
 from tierfs.cluster.counting import Holders
 from tierfs.cluster.parts import Parts
 from tierfs.cluster.sharing import SharedQuestions
 from tierfs.cluster.step_files import StepFiles
-from tierfs.cluster.watched import Place, Reader, Watched
+from tierfs.cluster.tables import AT_ONCE, Change, Seen, Tables
+from tierfs.cluster.watched import Reader
 from tierfs.errors import CatalogCompacted, CatalogError, CatalogUnavailable, PathRefused
 from tierfs.steps.names import safe_component
 from tierfs.steps.registry import Key
+
+__all__ = ["Change", "Seen", "View"]
 
 log = logging.getLogger("tierfs.cluster")
 
@@ -38,37 +40,7 @@ GOOD_WATCH_S = 5.0
 PROBE_S = 30.0
 #: What the catalogue has has to be told by the watch within this, or the watch is taken for dead.
 LAG_S = 5.0
-#: So many records are read, or changes told, before others have their turn: about 1 ms.
-AT_ONCE = 16
-
-ChangeKind = Literal["node", "tree", "state", "operation", "reset"]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Seen(Generic[_T]):
-    """A record, when its key was made (again) and when it was put last."""
-
-    record: _T
-    create_revision: int
-    mod_revision: int
-
-
-@dataclass(frozen=True)
-class Change:
-    """What became of a key: `old` or `new` is None where it was or is not there.
-
-    `key` is a node's id, a path, NAMESPACE/STEP as in the catalogue, or an operation's id; `step` is for states.
-    Several changes of one key may be told as one: with another `create_revision` it was deleted and made again.
-    After everything was read again the differences are told, then `reset` with neither; where the catalogue itself
-    is another one (`View.cluster_id`), what it lacks is not told as deleted.
-    """
-
-    kind: ChangeKind
-    key: str
-    old: Seen[Any] | None
-    new: Seen[Any] | None
-    step: Key | None = None
 
 
 class View:
@@ -81,16 +53,14 @@ class View:
         self.connected = False
         self.revision = 0
         self.cluster_id = ""
-        self.nodes: dict[str, Seen[NodeRecord]] = {}
-        self.tree: dict[str, Seen[TreeRecord]] = {}
-        self.states: dict[Key, Seen[StepState]] = {}
-        self.operations: dict[str, Seen[Operation]] = {}
-        self.damaged: set[str] = set()
         self._clock = clock
         self._reader = Reader()
+        self._tables = Tables(self._reader)
+        self.nodes, self.tree = self._tables.nodes, self._tables.tree
+        self.states, self.operations = self._tables.states, self._tables.operations
+        self.damaged = self._tables.damaged
         self._parts = Parts(store, self._reader)
         self._shared = SharedQuestions()
-        self._below: dict[str, set[str]] = {}
         self._listeners: list[Callable[[Change], None]] = []
         self._waiting = trio.lowlevel.ParkingLot()
         self._doubted = trio.Event()
@@ -209,7 +179,7 @@ class View:
 
     def path_below(self, directory: str) -> Iterator[str]:
         """Names (last components) of what is in the tree directly below the directory; "" is the mount's root."""
-        yield from sorted(self._below.get(directory, ()))
+        yield from self._tables.below(directory)
 
     # --- reading all of it
 
@@ -231,7 +201,7 @@ class View:
             if self.cluster_id:
                 log.warning("the catalogue is another one than before: %s, was %s", cluster_id, self.cluster_id)
             self._empty(cluster_id)
-        changes = await self._differences(values)
+        changes = await self._tables.differences(values)
         self._read_at = read_at
         self._apply(changes)
         self.connected, self._told_loss = True, False
@@ -265,45 +235,8 @@ class View:
         """Begin with another catalogue."""
         self.cluster_id = cluster_id
         self.revision = 0
-        for table in (self.nodes, self.tree, self.states, self.operations):
-            cast("dict[object, object]", table).clear()
-        self._below.clear()
-        self.damaged.clear()
+        self._tables.clear()
         self._parts.clear()
-
-    async def _differences(self, values: Mapping[str, Sequence[KeyValue]]) -> list[Change]:
-        """Operations as they were made, what is gone from the deepest up, then what is new from the top down; states
-        after their directories."""
-        found: dict[Place, KeyValue] = {}
-        # The tree first: it tells what namespaces with cut names are called.
-        for kind in ("operation", "node", "tree", "state"):
-            for at, value in enumerate(sorted(values[kind], key=_told_in_order)):
-                if at % AT_ONCE == AT_ONCE - 1:
-                    await trio.lowlevel.checkpoint()
-                place = self._reader.place(value.key, value.mod_revision)
-                if place is not None:
-                    found[place] = value
-        gone = [
-            Change(place.kind, place.name, seen, None, place.step)
-            for place, seen in self._places()
-            if place not in found
-        ]
-        told: list[Change] = []
-        new: list[Change] = []
-        for at, (place, value) in enumerate(found.items()):
-            if at % AT_ONCE == AT_ONCE - 1:
-                await trio.lowlevel.checkpoint()
-            change = self._compared(place, value)
-            if change is not None:
-                (told if place.kind == "operation" else new).append(change)
-        return told + gone + new
-
-    def _places(self) -> list[tuple[Place, Seen[Any]]]:
-        """All that is here, what lies deepest first."""
-        states = [(Place("state", keys.step_part(*key), key), seen) for key, seen in self.states.items()]
-        tree = [(Place("tree", path), seen) for path, seen in sorted(self.tree.items(), reverse=True)]
-        nodes = [(Place("node", node), seen) for node, seen in self.nodes.items()]
-        return [*nodes, *states, *tree, *((Place("operation", name), seen) for name, seen in self.operations.items())]
 
     # --- the watch
 
@@ -346,10 +279,10 @@ class View:
                 continue
             read_at = self._read_at.get(place.kind, 0)
             if event.value is not None:
-                change = self._compared(place, event.value) if event.value.mod_revision > read_at else None
+                change = self._tables.compared(place, event.value) if event.value.mod_revision > read_at else None
                 changes += [change] if change is not None else []
                 continue
-            old = self._seen(place)
+            old = self._tables.seen(place)
             self.damaged.discard(event.key)
             if old is not None and batch.revision > read_at and old.mod_revision <= batch.revision:
                 changes.append(Change(place.kind, place.name, old, None, place.step))
@@ -385,58 +318,20 @@ class View:
             log.warning("the catalogue can't be reached; work goes on, and is published later: %s", error.message)
         self._waiting.unpark_all()
 
-    # --- tables
-
-    def _compared(self, place: Place, value: KeyValue) -> Change | None:
-        """The change that makes `value` what is here; reads it only where it is another one."""
-        old = self._seen(place)
-        if old is not None and (old.create_revision, old.mod_revision) == (value.create_revision, value.mod_revision):
-            return None
-        record = self._reader.watched(place, value)
-        if record is None:
-            self.damaged.add(value.key)
-            # What can't be read is no reason to remove anything, unless the readable one is known to be gone.
-            gone = old is not None and old.create_revision != value.create_revision
-            return Change(place.kind, place.name, old, None, place.step) if gone else None
-        self.damaged.discard(value.key)
-        new: Seen[Watched] = Seen(record, value.create_revision, value.mod_revision)
-        return Change(place.kind, place.name, old, new, place.step)
-
-    def _seen(self, place: Place) -> Seen[Any] | None:
-        return self._table(place.kind).get(place.step if place.step is not None else place.name)
-
-    def _table(self, kind: str) -> dict[Any, Any]:
-        tables: dict[str, dict[Any, Any]] = {
-            "node": self.nodes,
-            "tree": self.tree,
-            "state": self.states,
-            "operation": self.operations,
-        }
-        return tables[kind]
-
     def _apply(self, changes: Sequence[Change]) -> None:
+        self._tables.apply(changes)
         for change in changes:
-            table, name = self._table(change.kind), change.step if change.step is not None else change.key
-            if change.new is None:
-                table.pop(name, None)
-            else:
-                table[name] = change.new
-            if change.kind == "tree":
-                self._apply_tree(change)
-            elif change.kind == "state" and change.step is not None and change.new is not None:
-                self._parts.forget(change.step, before=change.new.record.generation)
-
-    def _apply_tree(self, change: Change) -> None:
-        parent, _, name = change.key.rpartition("/")
-        if change.new is None:
-            names = self._below.get(parent, set())
-            names.discard(name)
-            if not names:
-                self._below.pop(parent, None)
-        elif change.old is None:
-            self._below.setdefault(parent, set()).add(name)
-        if change.old is not None and (change.new is None or change.new.create_revision != change.old.create_revision):
-            self._parts.forget((parent, name))  # if it is a step: another one may have that name now
+            old, new = change.old, change.new
+            if change.step is not None and new is not None:
+                self._parts.forget(change.step, before=new.record.generation)
+            elif (
+                change.kind == "tree"
+                and old is not None
+                and (new is None or new.create_revision != old.create_revision)
+            ):
+                # If it is a step: another one may have that name now.
+                namespace, _, step = change.key.rpartition("/")
+                self._parts.forget((namespace, step))
 
     async def _tell(self, changes: Sequence[Change]) -> None:
         for at, change in enumerate(changes):
@@ -492,11 +387,6 @@ _READ_IN_ORDER = (
     ("tree", keys.TREE),
     ("operation", keys.OPERATIONS),
 )
-
-
-def _told_in_order(value: KeyValue) -> tuple[int, str]:
-    """Operations as they were made; directories before what is in them."""
-    return value.mod_revision if value.key.startswith(keys.OPERATIONS) else 0, value.key
 
 
 def _is_watched(key: str) -> bool:
