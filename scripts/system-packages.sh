@@ -8,6 +8,7 @@ packages=(
     libfuse3-dev fuse3                                         # libfuse and fusermount3
     attr acl rsync tar coreutils util-linux procps             # tools that the tests run on the mount
     iproute2 kmod                                              # network namespaces of the cluster tests; modprobe
+    etcd-server etcd-client openssl                            # the tests run clusters with an etcd of their own
 )
 
 as_root() {
@@ -18,6 +19,15 @@ as_root() {
     else
         echo "this needs root or sudo: $*" >&2
         return 1
+    fi
+}
+
+keep_etcd_stopped() {
+    if [ -d /run/systemd/system ]; then
+        as_root systemctl disable --now etcd || true
+    elif [ -x /etc/init.d/etcd ]; then
+        as_root /etc/init.d/etcd stop || true
+        as_root update-rc.d etcd disable || true
     fi
 }
 
@@ -37,6 +47,8 @@ else
         as_root apt-get -q -o DPkg::Lock::Timeout=120 update
         as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends \
             -o DPkg::Lock::Timeout=120 install "${missing[@]}"
+        # The package also starts a service. The tests start etcd themselves, so leave this machine as it was.
+        case " ${missing[*]} " in *" etcd-server "*) keep_etcd_stopped ;; esac
     fi
 fi
 

@@ -12,7 +12,8 @@
 
 `nodes/`, `t/`, `c/` and `o/` are watched by every node, so they are few and small; `xp/` and `xh/` grow with the square
 of the cluster and are read when needed. etcd keeps the order of changes only within one watch, and that spans a range
-of keys: so what is watched lies together, and what is not comes after all of it (x). A namespace is one component (`escape_namespace`).
+of keys: so what is watched lies together, and what is not comes after all of it (x). A namespace is one component
+(`escape_namespace`).
 """
 
 from __future__ import annotations
