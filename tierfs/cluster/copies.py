@@ -161,6 +161,10 @@ class Copies:
     def has(self, version: str) -> bool:
         return self.path(version) is not None
 
+    def noted(self, version: str, ino: int, path: Path) -> None:
+        """A file that has the version as its attribute is at this name (too)."""
+        self._note(version, ino, path)
+
     def moved(self, old: Path, new: Path) -> None:
         """A file or directory of the tree has another name: its copies are looked for there."""
         before, after = self._place(old), self._place(new)
@@ -207,6 +211,18 @@ class Copies:
                     del self._copies[version]
                     self._by_ino.pop(copy.ino, None)
         self._registry.discard(self._shelf_of(key), size_bytes=size)
+
+    def step_moved(self, old: Key, new: Key) -> None:
+        """The step has another name: so has its place on the shelf."""
+        source, target = self._shelf_of(old), self._shelf_of(new)
+        versions = self._shelved.pop(self._shelf_key(old), set())
+        if source.is_dir():
+            self.forget_step(new)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            source.rename(target)
+            self.moved(source, target)
+            for version in versions:
+                self._note_shelf(version, self._place(target / self.place(new, version).name))
 
     def shelved_versions(self, key: Key) -> list[str]:
         """The versions of the step that are on the shelf."""

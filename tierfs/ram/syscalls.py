@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # include/uapi/linux/falloc.h
 FALLOC_FL_KEEP_SIZE = 0x01
@@ -25,6 +26,10 @@ MNT_DETACH = 2
 
 # include/uapi/asm-generic/mman-common.h, Linux 5.14
 MADV_POPULATE_WRITE = 23
+
+# include/uapi/linux/fcntl.h, include/uapi/linux/fs.h
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
 
 _PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
 
@@ -60,6 +65,13 @@ def mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
 def umount(target: str, flags: int = 0) -> None:
     if _libc.umount2(os.fsencode(target), flags) != 0:
         raise _failure(target)
+
+
+def exchange(directory: int, name: str, other: Path) -> None:
+    """The entry `name` of the directory and `other` change places, at once: renameat2(2)."""
+    result = _libc.renameat2(directory, os.fsencode(name), AT_FDCWD, os.fsencode(other), ctypes.c_uint(RENAME_EXCHANGE))
+    if result != 0:
+        raise _failure(str(other))
 
 
 @contextmanager

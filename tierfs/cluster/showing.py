@@ -1,0 +1,433 @@
+"""Names of other nodes, made here when somebody looks: for one name that was looked up, or a whole listing.
+
+What the catalogue has at that moment is what shows, as long as it can be asked; with it away, what was known. A file of
+another node becomes a stub of its version, or has its bytes where they are here already or small. Files that this node
+writes, and has not published yet, stay; a marker shows only once its generation is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from tierfs.catalog.keys import state_key, tree_below, tree_key
+from tierfs.catalog.records import FileRecord, StepState, TreeRecord
+from tierfs.cluster import placing
+from tierfs.cluster.copies import Copies
+from tierfs.cluster.making import FileMaker, plain_place, version_at
+from tierfs.cluster.step_files import StepFiles, is_shard
+from tierfs.cluster.view import Seen, View
+from tierfs.errors import CatalogError, PathRefused, TierfsError
+from tierfs.steps.latest import NAME as LATEST
+from tierfs.steps.names import StepPath, safe_relative
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import Key, StepRegistry
+
+log = logging.getLogger("tierfs.cluster")
+
+#: Files that are made before other requests have their turn: some 100 µs each.
+AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Which generation of a step shows here, and whether it is complete."""
+
+    generation: int
+    is_complete: bool
+
+
+class Showing:
+    """Used from the trio thread. `take` (set by `tierfs.cluster.taking`) brings a step to what another node committed;
+    `removed_here` says of a path that a program removed it here and the catalogue was not told yet."""
+
+    def __init__(self, registry: StepRegistry, view: View, copies: Copies, maker: FileMaker) -> None:
+        self.registry = registry
+        self.view = view
+        self.copies = copies
+        self.maker = maker
+        self.root = registry.root
+        self.take: Callable[[Key], Awaitable[object]] = _take_nothing
+        self.removed_here: Callable[[str], bool] = lambda rel: False
+        self._locks: dict[Key, trio.Lock] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    # --- asked by the mount
+
+    def may_have(self, rel: str) -> bool:
+        """A name that is not here may be on other nodes. Without asking anybody."""
+        try:
+            directory, _, name = safe_relative(rel).rpartition("/")
+        except PathRefused:
+            return False
+        if rel in self.view.tree:
+            return True
+        if name == LATEST and directory:
+            # The link is each node's own; a file of that name is a program's, where its framework has one.
+            steps = self.registry.of_namespace(directory)
+            if any(not self.registry.names.has_own_latest(record.key[1]) for record in steps):
+                return False
+        return not directory or directory in self.view.tree or self._is_directory(directory)
+
+    async def show(self, rel: str) -> None:
+        """See `tierfs.steps.cluster.Cluster.show`."""
+        where = self.registry.names.locate(rel)
+        if where is None or not where.inner:
+            await self.view.caught_up([tree_key(rel), *self._state_keys(where)])
+            await self._show_name(rel, where)
+            return
+        step_rel = where.step_rel
+        await self.view.caught_up([tree_key(rel), tree_key(step_rel), *self._state_keys(where)])
+        record = await self._step(where)
+        if record is None:
+            return
+        if rel in self.view.tree:
+            await self.place_tree(rel)
+        if placing.look(self.root, rel) is None or not record.manifest.populated:
+            await self._show_in_step(record, where.inner, everything=False)
+
+    async def show_listing(self, rel: str) -> None:
+        """See `tierfs.steps.cluster.Cluster.show_listing`. "" is the mount's root."""
+        where = self.registry.names.locate(rel) if rel else None
+        if where is None:
+            await self.view.caught_up([], [tree_below(rel) if rel else "t/"])
+            await self._place_below(rel)
+            return
+        await self.view.caught_up([tree_key(where.step_rel), *self._state_keys(where)], [tree_below(where.step_rel)])
+        record = await self._step(where)
+        if record is None:
+            return
+        await self._place_below(record.rel, deep=True)
+        await self._show_in_step(record, where.inner, everything=True)
+
+    # --- names outside of steps' files
+
+    async def _show_name(self, rel: str, where: StepPath | None) -> None:
+        await self.place_tree(rel)
+        if where is not None:
+            await self._step(where)
+
+    async def _place_below(self, rel: str, *, deep: bool = False) -> None:
+        pending = [rel]
+        placed = 0
+        while pending:
+            directory = pending.pop()
+            for name in list(self.view.path_below(directory)):
+                inner = f"{directory}/{name}" if directory else name
+                try:
+                    await self.place_tree(inner)
+                except (OSError, TierfsError) as error:
+                    self.cannot(inner, error)
+                    continue
+                if deep:
+                    pending.append(inner)
+                placed += 1
+                if placed % AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+
+    async def place_tree(self, rel: str) -> bool:
+        """Make the directory, link or plain file that the catalogue has under the name, with what is above it.
+
+        True when something was made. What stands there already stays. OSError, TierfsError.
+        """
+        seen = self.view.tree.get(rel)
+        if seen is None or seen.record.kind == "claim" or self.removed_here(rel):
+            return False
+        parent = rel.rpartition("/")[0]
+        if parent and placing.look(self.root, parent) is None:
+            await self.place_tree(parent)
+        if seen.record.kind == "file":
+            return await self._place_plain(rel, seen)
+        return self._place_other(rel, seen)
+
+    def _place_other(self, rel: str, seen: Seen[TreeRecord]) -> bool:
+        record = seen.record
+        if record.kind == "dir":
+            made = placing.make_directory(self.root, rel, record)
+            where = self.registry.names.locate(rel)
+            if where is not None and not where.inner:
+                self.joins(where, seen)
+        else:
+            if placing.read_link(self.root, rel) == record.target:
+                return False
+            self._make_way_for_users_latest(rel)
+            if placing.look(self.root, rel) is not None:
+                return False
+            placing.make_link(self.root, rel, record)
+            made = True
+        if made:
+            self.tell(rel)
+        return made
+
+    async def _place_plain(self, rel: str, seen: Seen[TreeRecord]) -> bool:
+        file = seen.record.file
+        if file is None or self.maker.standing(self.root, rel, file)[0] != "absent":
+            self._make_way_for_users_latest(rel)
+        if file is None or self.maker.standing(self.root, rel, file)[0] != "absent":
+            return False
+        fetched = await self.maker.fetch_all([file])
+        if self.view.tree.get(rel) != seen or self.maker.standing(self.root, rel, file)[0] != "absent":
+            return False  # news came meanwhile, or a program made it
+        self.maker.make(self.root, rel, file, plain_place(rel), fetched.get(file.version))
+        self.tell(rel)
+        return True
+
+    def _make_way_for_users_latest(self, rel: str) -> None:
+        """A program made its own `latest` on another node: this node's link goes."""
+        directory, _, name = rel.rpartition("/")
+        if name == LATEST and directory and self.registry.latest.is_ours(directory):
+            placing.remove_file(self.root, rel)
+            self.registry.latest.made_by_program(directory)
+
+    def joins(self, where: StepPath, seen: Seen[TreeRecord]) -> StepRecord | None:
+        """The step's directory is in the catalogue: its record says since when."""
+        record = self.registry.at_or_new(where)
+        if record is not None and record.manifest.joined == 0:
+            record.manifest.joined = seen.create_revision
+            record.unsaved = True
+            self.registry.wake.set()
+        return record
+
+    # --- files of steps
+
+    async def _step(self, where: StepPath) -> StepRecord | None:
+        """The step's record, at the generation that the catalogue says is complete."""
+        key = where.namespace, where.step
+        record = self.registry.at(where)
+        if record is None or not self._is_directory(where.step_rel):
+            await self.place_tree(where.step_rel)
+            record = self.registry.at(where)
+        state = self.view.states.get(key)
+        if state is not None and self.is_to_take(record, state):
+            try:
+                await self.take(key)
+            except (OSError, TierfsError) as error:  # what is here shows; whoever follows the catalogue tries again
+                self.cannot(where.step_rel, error)
+            record = self.registry.at(where)
+        return record
+
+    def is_to_take(self, record: StepRecord | None, state: Seen[StepState]) -> bool:
+        """Another node completed a generation that this one does not have so."""
+        if record is None:
+            return True
+        manifest = record.manifest
+        if manifest.overwrite is None and manifest.state == "complete":
+            return manifest.generation < state.record.generation
+        if state.record.node == self.copies.node and manifest.files:
+            return False  # this node is just about it, or does it again when it joins
+        writing = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
+        return writing <= state.record.generation
+
+    def shown(self, record: StepRecord) -> Shown | None:
+        """None while nothing of other nodes shows: an overwrite that did not hide the old marker yet."""
+        manifest = record.manifest
+        if manifest.overwrite is not None:
+            return None if manifest.overwrite.removed_only else Shown(manifest.overwrite.generation, False)
+        return Shown(manifest.generation, manifest.state == "complete")
+
+    async def files_of(self, key: Key, generation: int) -> tuple[StepFiles | None, bool]:
+        """What the catalogue has now, or what was known of it; and whether it was asked."""
+        try:
+            return await self.view.files(key, generation, fresh=True), True
+        except CatalogError as error:
+            log.debug("files of other nodes show as they were known: %s", error.message)
+            return self.view.known_files(key, generation), False
+
+    async def _show_in_step(self, record: StepRecord, inner: str, *, everything: bool) -> None:
+        """One name, or all of the step's; `everything` of a complete step makes it populated."""
+        async with self.lock(record.key):
+            shown = self.shown(record)
+            if shown is None or self.registry.records.get(record.key) is not record:
+                return
+            files, is_fresh = await self.files_of(record.key, shown.generation)
+            if files is None or self.shown(record) != shown:
+                return
+            if everything:
+                names: Iterable[str] = files.files
+            elif inner in files.files:
+                names = [inner]
+            else:
+                if any(name.startswith(inner + "/") for name in files.files):
+                    placing.make_directory(self.root, f"{record.rel}/{inner}")
+                    self.tell(f"{record.rel}/{inner}")
+                return
+            done = await self.place_files(record, files, names, is_complete=shown.is_complete)
+            if not everything or self.registry.records.get(record.key) is not record:
+                return
+            if is_fresh and not shown.is_complete:
+                self._remove_vanished(record, files)
+            if shown.is_complete and done and is_fresh and not record.manifest.populated:
+                self.populated(record, files)
+
+    def populated(self, record: StepRecord, files: StepFiles) -> None:
+        """All names of the complete step are there."""
+        manifest = record.manifest
+        manifest.populated = True
+        manifest.added |= {inner for part in files.added.values() for inner in part} & manifest.files.keys()
+        manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
+        self.registry.save_or_later(record)
+        self.registry.crash("show:populated")
+
+    async def place_files(
+        self, record: StepRecord, files: StepFiles, names: Iterable[str], *, is_complete: bool, by_force: bool = False
+    ) -> bool:
+        """Make these of the step's files, markers last. With the step's lock held. False where one can't be made (it
+        is logged), or the step became another meanwhile. `by_force` also in place of shards that only this node knows:
+        they did not become part of the generation."""
+        shown = self.shown(record)
+        markers = self.registry.rules
+        chosen = sorted(
+            (inner for inner in names if is_complete or markers.match(inner) is None),
+            key=lambda inner: (markers.match(inner) is not None, inner),
+        )
+        wanted = []
+        for at, inner in enumerate(chosen):
+            if at % (4 * AT_ONCE) == 0:
+                await trio.lowlevel.checkpoint()
+            if self._is_wanted(record, files, inner, by_force=by_force):
+                wanted.append(inner)
+        fetched = await self.maker.fetch_all([files.files[inner] for inner in wanted])
+        all_made = True
+        for at, inner in enumerate(wanted):
+            if at % AT_ONCE == AT_ONCE - 1:
+                await trio.lowlevel.checkpoint()
+            if self.registry.records.get(record.key) is not record or self.shown(record) != shown:
+                return False
+            # A program may have made or removed it since.
+            if self._is_wanted(record, files, inner, by_force=by_force):
+                all_made &= self.place_file(record, files.files[inner], inner, fetched.get(files.files[inner].version))
+        return all_made
+
+    def place_file(self, record: StepRecord, file: FileRecord, inner: str, data: bytes | None) -> bool:
+        rel = f"{record.rel}/{inner}"
+        try:
+            self._make_parents(record, inner)
+            record.manifest.files[inner] = self.maker.make(self.root, rel, file, (*record.key, inner), data)
+        except (OSError, TierfsError) as error:
+            self.cannot(rel, error)
+            return False
+        record.unsaved = True
+        self.tell(rel)
+        self.registry.crash("show:made")
+        return True
+
+    def _is_wanted(self, record: StepRecord, files: StepFiles, inner: str, *, by_force: bool) -> bool:
+        """The file is to be made; notes one that is there already."""
+        file, rel = files.files[inner], f"{record.rel}/{inner}"
+        if self.removed_here(rel) or inner in record.open_names():
+            return False
+        try:
+            standing, version = self.maker.standing(self.root, rel, file)
+            if standing == "same":
+                entry = record.manifest.files.get(inner)
+                if entry is None or not entry.sealed:
+                    record.manifest.files[inner] = self.maker.entry_of(record.directory / inner, file)
+                    record.unsaved = True
+                return False
+        except OSError as error:
+            self.cannot(rel, error)
+            return False
+        if standing == "in the way":
+            self.cannot(rel, NotADirectoryError("something else has the name"))
+            return False
+        if standing == "absent" or record.is_of_old_generation(inner):
+            return True
+        if by_force and (is_shard(inner, file) or self.registry.rules.match(inner) is not None):
+            return True
+        return self.is_known(files, inner, version)
+
+    def is_known(self, files: StepFiles, inner: str, version: str) -> bool:
+        """The catalogue knows of the version that stands under the name, so that what it says of the name counts."""
+        if not version:
+            return False
+        if version.partition("/")[0] != self.copies.node:
+            return True
+        parts = (*files.parts.values(), *files.added.values())
+        return any(inner in part and part[inner].version == version for part in parts)
+
+    def _remove_vanished(self, record: StepRecord, files: StepFiles) -> None:
+        """Files of other nodes that are no longer part of the step that is being written."""
+        for inner in list(record.manifest.files):
+            if inner in files.files or inner in record.open_names() or record.is_of_old_generation(inner):
+                continue
+            try:
+                version, _ = version_at(record.directory / inner)
+                theirs = bool(version) and version.partition("/")[0] != self.copies.node
+                if theirs and self.registry.rules.match(inner) is None:
+                    self.remove_file(record, inner)
+            except FileNotFoundError:
+                record.manifest.files.pop(inner, None)
+            except OSError as error:
+                self.cannot(f"{record.rel}/{inner}", error)
+
+    def remove_file(self, record: StepRecord, inner: str) -> None:
+        """Take a file of the step out of the tree. OSError."""
+        rel = f"{record.rel}/{inner}"
+        info = placing.look(self.root, rel)
+        if info is not None and not stat.S_ISDIR(info.st_mode):
+            placing.remove_file(self.root, rel)
+            self.maker.on_replaced(info.st_ino)
+        record.manifest.files.pop(inner, None)
+        record.manifest.added.discard(inner)
+        record.unsaved = True
+        self.tell(rel)
+
+    def _make_parents(self, record: StepRecord, inner: str) -> None:
+        """Directories that the catalogue does not have one by one."""
+        rel = record.rel
+        for name in inner.split("/")[:-1]:
+            rel = f"{rel}/{name}"
+            seen = self.view.tree.get(rel)
+            like = seen.record if seen is not None and seen.record.kind == "dir" else None
+            if placing.make_directory(self.root, rel, like):
+                self.tell(rel)
+
+    # --- inside
+
+    @asynccontextmanager
+    async def lock(self, key: Key) -> AsyncIterator[None]:
+        """One at a time makes names in a step."""
+        lock = self._locks.setdefault(key, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and not lock.statistics().tasks_waiting and self._locks.get(key) is lock:
+                del self._locks[key]
+
+    def tell(self, rel: str) -> None:
+        """The kernel hears of a name that was made, replaced or removed."""
+        directory, _, name = rel.rpartition("/")
+        self.registry.invalidate(directory, name)
+
+    def cannot(self, rel: str, error: Exception) -> None:
+        """Said once for each reason."""
+        message = error.message if isinstance(error, TierfsError) else str(error)
+        where = self.registry.names.locate(rel)
+        extra = (
+            {"file": rel} if where is None else {"namespace": where.namespace, "step": where.step, "file": where.inner}
+        )
+        first = (rel, message) not in self._told
+        if len(self._told) > 10_000:
+            self._told.clear()
+        self._told.add((rel, message))
+        log.log(logging.ERROR if first else logging.DEBUG, "can't be shown here: %s", message, extra=extra)
+
+    def _is_directory(self, rel: str) -> bool:
+        try:
+            info = placing.look(self.root, rel)
+        except (OSError, PathRefused):
+            return False
+        return info is not None and stat.S_ISDIR(info.st_mode)
+
+    def _state_keys(self, where: StepPath | None) -> Sequence[str]:
+        return [state_key(where.namespace, where.step)] if where is not None else []
+
+
+async def _take_nothing(key: Key) -> None:
+    pass
