@@ -30,8 +30,10 @@ demo: setup ## mount, save and load a real checkpoint, kill the daemon meanwhile
 
 test: lint pytest ## lint and the whole test suite: what CI runs
 
+# 5: no test of the kind among those that were asked for.
 pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
-	$(RUN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	$(RUN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone" $(TESTS) || test $$? -eq 5
+	$(RUN)/python -m pytest -m alone $(TESTS) || test $$? -eq 5
 
 lint: setup ## ruff and mypy
 	$(RUN)/ruff check .
@@ -46,8 +48,8 @@ bench: setup ## measure against baselines taken in the same run; results go to b
 	$(RUN)/python -m pip install -q -r bench/requirements.txt
 	PYTHONPATH=tests $(RUN)/python bench/run.py
 
-soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads
-	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults --timeout 3600 -v -rP
+soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads and of nodes
+	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py --timeout 3600 -v -rP
 
 mount-helper: setup ## let mount(8) and /etc/fstab find tierfs, as root: links in /sbin
 	ln -sf $(abspath $(RUN))/mount.tierfs /sbin/mount.tierfs

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rig.fixtures import PLAIN_DIRECTORY, pytest_runtest_makereport, scratch
+from rig.fixtures import PLAIN_DIRECTORY, dice, pytest_runtest_makereport, scratch
 from rig.instance import Instance, mounted
 from rig.object_fixtures import bucket, mount, proxy
 from rig.s3_servers import seaweedfs_server
 
-__all__ = ["bucket", "mount", "proxy", "pytest_runtest_makereport", "scratch", "seaweedfs_server"]
+__all__ = ["bucket", "dice", "mount", "proxy", "pytest_runtest_makereport", "scratch", "seaweedfs_server"]
 
 
 @pytest.fixture
@@ -32,11 +30,3 @@ def instance(scratch: Path) -> Iterator[Instance]:
 def moments() -> int:
     """How many random moments to kill at. `make soak` asks for 100."""
     return int(os.environ.get("TIERFS_KILLS", "12"))
-
-
-@pytest.fixture
-def dice(request: pytest.FixtureRequest) -> random.Random:
-    """The source of random moments. Its seed is printed; TIERFS_SEED repeats it."""
-    seed = int(os.environ.get("TIERFS_SEED", time.time_ns() % 1_000_000))
-    print(f"random moments from TIERFS_SEED={seed}")
-    return random.Random(f"{seed}-{request.node.name}")

@@ -23,13 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rig.cluster_etcd import ClusterEtcd
-from rig.instance import TIERFS, Instance, tierfs, wait_until
+from mount.cli.client import request
+from mount.runtime import Instance as Runtime
+from rig.cluster_etcd import ClusterEtcd, etcd_on
+from rig.instance import TIERFS, CommandFailed, Instance, tierfs, wait_until
 from rig.network import Host, Network, dead_tags, namespaces, remove_namespaces, run
+from tierfs.errors import TierfsError
 
 PEER_PORT = 7117
 MIB = 1 << 20
-SHARED_MEMORY = Path("/dev/shm")
 INSTANCE_LINKS = Path("/run/tierfs/.instances")
 
 #: Faults are noticed soon, so that tests need not wait long.
@@ -82,6 +84,14 @@ class Node(Instance):
         if self not in self.live:
             self.live.append(self)
         self.is_started = True
+
+    def status(self) -> dict[str, Any]:
+        """What `tierfs status --json` prints, asked for without starting a program: tests poll it."""
+        try:
+            answer: dict[str, Any] = request(Runtime(self.runtime_path), "status")
+        except TierfsError as error:
+            raise CommandFailed(f"{self.node_id} says no status: {error}") from None
+        return answer
 
     def start(self, *, node_id: str | None = None) -> None:
         """Mounted again after `kill`; with `node_id` it is another machine in the old one's place."""
@@ -152,10 +162,12 @@ class Node(Instance):
 class Cluster(Sequence[Node]):
     """The nodes by their number from 0, and the etcd that they share."""
 
-    def __init__(self, network: Network, directory: Path, size: str, options: dict[str, str]) -> None:
+    def __init__(
+        self, network: Network, etcd: ClusterEtcd, directory: Path, size: str, options: dict[str, str]
+    ) -> None:
         self.network = network
         self.directory = directory
-        self.etcd = ClusterEtcd(network.join("etcd"), SHARED_MEMORY / f"{network.tag}-etcd")
+        self.etcd = etcd
         self.nodes: list[Node] = []
         self._size, self._options = size, options
         self._replacements = itertools.count(1)
@@ -178,7 +190,7 @@ class Cluster(Sequence[Node]):
             **QUICK,
             "runtime_dir": str(self.directory / "run"),
             "log.directory": str(self.directory / "log"),
-            "catalog": self.etcd.url.replace("http", "etcd"),
+            "catalog": self.etcd.url,
             "node": f"n{number}",
             "cluster.listen": f"{host.address}:{PEER_PORT}",
             "cluster.secret_file": str(self.directory / "secret"),
@@ -206,15 +218,18 @@ class Cluster(Sequence[Node]):
         expected = {node.node_id for node in self.nodes if node.is_started}
         wait_until(lambda: self.members() == expected, f"the members are {expected}", within_s, every_s=0.1)
 
+    def heal(self) -> None:
+        """Every link is whole, and nobody is frozen."""
+        self.etcd.thaw()
+        for host in self.network.hosts:
+            host.heal()
+            host.signal(signal.SIGCONT)
+
     def restore(self) -> None:
         """After a fault: etcd answers, every link is whole, and in a lost node's place is another with a new id."""
-        self.etcd.thaw()
-        self.etcd.host.heal()
+        self.heal()
         if not self.etcd.answers():
             self.etcd.restart()
-        for node in self.nodes:
-            node.heal()
-            node.host.signal(signal.SIGCONT)
         if lost := [node for node in self.nodes if not node.is_started]:
             for node in lost:
                 node.kill(wipe=True)
@@ -252,16 +267,15 @@ def cluster(nodes: int = 4, *, size: str = "384M", start: bool = True, **options
     """A running cluster. `options` are settings, with `_` for the first `.`: `replication_replicas="3"`."""
     sweep()
     given = {key.replace("_", ".", 1): value for key, value in options.items()}
-    with Network() as network:
+    with Network() as network, etcd_on(network.join("etcd")) as etcd:
         directory = Path("/tmp") / network.tag
         directory.mkdir(mode=0o700)
         try:
             (directory / "secret").touch(mode=0o600)
             (directory / "secret").write_text("a secret that all nodes of this test share\n")
             (directory / "run").mkdir(mode=0o700)
-            made = Cluster(network, directory, size, given)
+            made = Cluster(network, etcd, directory, size, given)
             try:
-                made.etcd.start()
                 for _ in range(nodes):
                     made.add()
                 if start:
@@ -284,7 +298,7 @@ def leftovers(tag: str) -> list[str]:
     """Namespaces, mounts and directories that bear the tag."""
     found = namespaces(tag)
     found += [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"/{tag}" in line]
-    for place in (Path("/tmp"), SHARED_MEMORY, INSTANCE_LINKS):
+    for place in (Path("/tmp"), INSTANCE_LINKS):
         found += [str(path) for path in place.glob(f"{tag}*")]
     return found
 
@@ -294,9 +308,8 @@ def remove_leftovers(tag: str) -> None:
     for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
         if f"/{tag}" in line:
             subprocess.run(["umount", "-l", line.split()[4]], capture_output=True)
-    for place in (Path("/tmp"), SHARED_MEMORY):
-        for path in place.glob(f"{tag}*"):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in Path("/tmp").glob(f"{tag}*"):
+        shutil.rmtree(path, ignore_errors=True)
     for link in INSTANCE_LINKS.glob(f"{tag}*"):
         link.unlink(missing_ok=True)
 

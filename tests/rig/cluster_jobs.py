@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 
@@ -64,3 +65,21 @@ def try_step(rank: Rank, step: str, seeds: Sequence[int], size_bytes: int) -> in
         if not checkpoints.differences(loaded, seed, size_bytes):
             return seed
     raise AssertionError(f"{step} loads, but holds none of {seeds}")
+
+
+def save_and_rotate(rank: Rank, directory: str, seeds: Sequence[int], size_bytes: int) -> None:
+    """As Megatron does it: a file names the newest step, rank 0 removes all but the newest two, and every rank reads
+    what rank 0 wrote."""
+    root = rank.root / directory
+    tracker = root / "latest_checkpointed_iteration.txt"
+    for seed in seeds:
+        checkpoints.save(root / f"step_{seed}", seed, size_bytes)
+        if rank.rank == 0:
+            tracker.write_text(str(seed))
+            tracker.stat()
+            if (old := root / f"step_{seed - 2}").exists():
+                shutil.rmtree(old)
+        dist.barrier()
+        assert tracker.read_text() == str(seed)
+        checkpoints.check(root / f"step_{seed}", seed, size_bytes)
+        dist.barrier()

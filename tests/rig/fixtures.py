@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +45,14 @@ def ckpt_root(shared_instance: Instance | None) -> Iterator[Path]:
     path.mkdir()
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def dice(request: pytest.FixtureRequest) -> random.Random:
+    """The source of random moments. Its seed is printed; TIERFS_SEED repeats it."""
+    seed = int(os.environ.get("TIERFS_SEED", time.time_ns() % 1_000_000))
+    print(f"random moments from TIERFS_SEED={seed}")
+    return random.Random(f"{seed}-{request.node.name}")
 
 
 @pytest.hookimpl(hookwrapper=True)

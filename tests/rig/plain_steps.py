@@ -31,7 +31,13 @@ def write_step(step: Path, seed: int, sizes: Sequence[int]) -> None:
             file.write(content(seed, index, size))
             file.flush()
             os.fsync(file.fileno())
-    (step / MARKER).write_text(json.dumps({"metadata": {}, "weight_map": {f"w{name}": name for name in names}}))
+    write_marker(step, len(sizes))
+
+
+def write_marker(step: Path, count: int) -> None:
+    """Names so many shards, whoever wrote them."""
+    weights = {f"w{name}": name for name in shard_names(count)}
+    (step / MARKER).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
 
 
 def check_step(step: Path, seed: int, sizes: Sequence[int]) -> None:
