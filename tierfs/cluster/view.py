@@ -263,11 +263,14 @@ class View:
 
     async def _take(self, batch: Batch) -> None:
         last: dict[str, Event] = {}
+        put: dict[str, KeyValue] = {}
         for event in batch.events:
             last.pop(event.key, None)
+            if event.value is not None:
+                put[event.key] = event.value
             last[event.key] = event
         identity = last.get(keys.CLUSTER)
-        if identity is not None and (identity.value is None or identity.value.value.decode() != self.cluster_id):
+        if identity is not None and (identity.value is None or identity.value.value != self.cluster_id.encode()):
             # Nothing of this may be told: what goes with a catalogue that is emptied was not deleted.
             raise CatalogCompacted("the catalogue became another one")
         changes: list[Change] = []
@@ -285,6 +288,10 @@ class View:
             old = self._tables.seen(place)
             self.damaged.discard(event.key)
             if old is not None and batch.revision > read_at and old.mod_revision <= batch.revision:
+                if event.key in put and put[event.key].mod_revision > read_at:
+                    # What it was at last: a node says that it leaves before it does.
+                    before = self._tables.compared(place, put[event.key])
+                    old = before.new or old if before is not None else old
                 changes.append(Change(place.kind, place.name, old, None, place.step))
         self._apply(changes)
         await self._tell(changes)
