@@ -42,7 +42,7 @@ class EtcdStore:
         self.traffic = Traffic()
         self._endpoints = settings.catalog.removeprefix(SCHEME).split(",")
         self._base = f"tierfs/{settings.cluster.name}/"
-        self._timeout_s = settings.etcd.timeout_s
+        self.timeout_s = settings.etcd.timeout_s
         self._user = settings.etcd.user
         self._password_file = settings.etcd.password_file
         self._tls = (settings.etcd.ca, settings.etcd.key, settings.etcd.cert)
@@ -139,6 +139,11 @@ class EtcdStore:
             self._drop(self._connection)
         await trio.lowlevel.checkpoint()
 
+    async def check_answers(self, connection: Connection) -> None:
+        """Unless the member has just answered something else: give it up, and end its watches, if it is silent now."""
+        if trio.current_time() - connection.heard_at >= self.timeout_s:
+            await self._probe(connection)
+
     # ---- ranges ----------------------------------------------------------------------------------------------------
 
     async def _range(self, prefix: str, newer_than: int) -> tuple[list[KeyValue], int]:
@@ -178,20 +183,20 @@ class EtcdStore:
         )
         # A watch that is refused does not say whether it is the token or the permission: this call renews the token.
         await self._check_history(from_revision)
-        connection = await self._connected(trio.current_time() + self._timeout_s)
+        connection = await self._connected(trio.current_time() + self.timeout_s)
         try:
             stream = connection.watch(messages.WatchRequest(create_request=create))
         except Refused as refused:
             raise error_of(refused) from None
         try:
-            with trio.move_on_after(self._timeout_s) as waiting:
+            with trio.move_on_after(self.timeout_s) as waiting:
                 await _created(stream, connection.endpoint)
             if waiting.cancelled_caught:
                 self._drop(connection)
                 raise CatalogUnavailable(f"etcd at {connection.endpoint}: no watch in time")
             # etcd 3.4 forgets a deletion when it compacts to just that revision, and a watch from there would miss it.
             await self._check_history(from_revision)
-            yield _Batches(self, stream, prefixes)
+            yield _Batches(self, connection, stream, prefixes)
         finally:
             stream.close()
 
@@ -206,7 +211,7 @@ class EtcdStore:
 
     async def _call(self, method: Method, request: Any) -> Any:
         """Within `etcd.timeout_s` or little more; again, also by other members, where that can do no harm."""
-        deadline = trio.current_time() + self._timeout_s
+        deadline = trio.current_time() + self.timeout_s
         token_was_renewed = False
         while True:
             connection = await self._connected(deadline)
@@ -225,7 +230,7 @@ class EtcdStore:
                     self._drop(connection)
                 elif refused.is_timeout:
                     await self._probe(connection)
-                if not again or deadline - trio.current_time() < self._timeout_s * (1 - _ANSWER_SHARE):
+                if not again or deadline - trio.current_time() < self.timeout_s * (1 - _ANSWER_SHARE):
                     raise error_of(refused) from None
                 if not token_was_renewed:
                     await trio.sleep(_PAUSE_S)
@@ -236,7 +241,7 @@ class EtcdStore:
             return
         connection.is_probed = True
         try:
-            if not await _has_leader(connection, self._timeout_s * (1 - _ANSWER_SHARE)):
+            if not await _has_leader(connection, self.timeout_s * (1 - _ANSWER_SHARE)):
                 self._drop(connection)
         except Refused:
             self._drop(connection)
@@ -285,7 +290,7 @@ class EtcdStore:
         if self._credentials is None:
             self._credentials = await trio.to_thread.run_sync(_read_credentials, self._tls)
         endpoint = self._endpoints[self._next_endpoint % len(self._endpoints)]
-        return Connection(endpoint, self._credentials, timeout_s=self._timeout_s, traffic=self.traffic)
+        return Connection(endpoint, self._credentials, timeout_s=self.timeout_s, traffic=self.traffic)
 
     async def _authenticate(self, connection: Connection, within_s: float) -> None:
         if not self._user or self._password_file is None:
@@ -371,8 +376,11 @@ class _Batches(AsyncIterator[Batch]):
     """What etcd sends at once is whole revisions, in fragments where it is much. A response's own revision says nothing
     while a watch is catching up: only its events do, or a response without any, which is sent when it has caught up."""
 
-    def __init__(self, store: EtcdStore, stream: WatchStream, prefixes: tuple[str, ...]) -> None:
+    def __init__(
+        self, store: EtcdStore, connection: Connection, stream: WatchStream, prefixes: tuple[str, ...]
+    ) -> None:
         self._store = store
+        self._connection = connection
         self._stream = stream
         self._prefixes = prefixes
 
@@ -390,10 +398,16 @@ class _Batches(AsyncIterator[Batch]):
             events = []
 
     async def _response(self) -> Any:
-        try:
-            response = await self._stream.next()
-        except Refused as refused:
-            raise error_of(refused) from None
+        response = None
+        while response is None:
+            with trio.move_on_after(self._store.timeout_s):
+                try:
+                    response = await self._stream.next()
+                except Refused as refused:
+                    raise error_of(refused) from None
+            if response is None:
+                await self._store.check_answers(self._connection)
+        self._connection.heard_at = trio.current_time()
         _check_goes_on(response)
         return response
 

@@ -17,8 +17,6 @@ import trio
 from tierfs.catalog.etcd_errors import Refused
 from tierfs.catalog.etcd_messages import WATCH, Method
 
-#: etcd refuses pings that come more often than each 5 s (--grpc-keepalive-min-time).
-_PING_EVERY_S = 6.0
 #: gRPC ends a call at its deadline itself; this much later it is given up without its word.
 _GRACE_S = 1.0
 #: Responses of a watch that wait for the reader; gRPC holds the rest back at etcd.
@@ -51,6 +49,8 @@ class Connection:
         self.token = ""
         self.closed = False
         self.is_probed = False
+        #: When (by trio's clock) the member last answered.
+        self.heard_at = trio.current_time()
         self._traffic = traffic
         options = _options(timeout_s)
         if credentials == Credentials():
@@ -86,6 +86,7 @@ class Connection:
                 future.cancel()
         if future.code() is not grpc.StatusCode.OK:
             raise Refused(method.name, self.endpoint, future.code(), future.details() or "")
+        self.heard_at = trio.current_time()
         return future.result(timeout=0)
 
     def watch(self, request: Any) -> WatchStream:
@@ -184,10 +185,8 @@ def _options(timeout_s: float) -> list[tuple[str, int]]:
     """Defined in gRPC's `include/grpc/impl/channel_arg_names.h`; times in milliseconds."""
     timeout_ms = max(int(timeout_s * 1000), 100)
     return [
-        # A connection whose packets are dropped is found by pings while a watch is open, and by unanswered calls.
-        ("grpc.keepalive_time_ms", int(_PING_EVERY_S * 1000)),
-        ("grpc.keepalive_timeout_ms", timeout_ms),
-        ("grpc.http2.max_pings_without_data", 0),
+        # No pings of gRPC's: it sends them as it likes, and etcd ends connections that send more than it likes. A
+        # connection whose packets are dropped is found by unanswered calls, which the store makes also while it waits.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", timeout_ms),
         ("grpc.max_reconnect_backoff_ms", 1000),

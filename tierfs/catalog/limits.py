@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierfs.catalog.store import MOST_OPERATIONS, MOST_VALUE_BYTES, Compare, Delete, Put
+from tierfs.catalog.store import (
+    MOST_OPERATIONS,
+    MOST_TXN_BYTES,
+    MOST_VALUE_BYTES,
+    OPERATION_BYTES,
+    Compare,
+    Delete,
+    Put,
+)
 
 #: A key is a path at most, with what stands before it.
 MOST_KEY_BYTES = 8192
@@ -35,6 +43,9 @@ def check_txn(compares: Sequence[Compare], then: Sequence[Put | Delete], otherwi
     most = max(len(compares), len(then), len(otherwise))
     if most > MOST_OPERATIONS:
         raise ValueError(f"{most} operations in one transaction; {MOST_OPERATIONS} are the most")
+    size = sum(map(size_of, (*compares, *then, *otherwise)))
+    if size > MOST_TXN_BYTES:
+        raise ValueError(f"a transaction of {size} bytes; {MOST_TXN_BYTES} are the most")
     for compare in compares:
         check_prefix(compare.key) if compare.is_prefix else check_key(compare.key)
         # etcd compares 0 where there is no such key at all, so nothing else can hold "where there is none".
@@ -42,6 +53,12 @@ def check_txn(compares: Sequence[Compare], then: Sequence[Put | Delete], otherwi
             raise ValueError(f"below {compare.key!r}: only `less` than a revision, or `equal` to 0, can be compared")
     for operations in (then, otherwise):
         _check_operations(operations)
+
+
+def size_of(item: Compare | Put | Delete) -> int:
+    """What it adds to a transaction, in bytes."""
+    value = len(item.value) if isinstance(item, Put) else 0
+    return len(item.key.encode("utf-8", "surrogateescape")) + value + OPERATION_BYTES
 
 
 def _check_operations(operations: Sequence[Put | Delete]) -> None:

@@ -78,7 +78,7 @@ class Batch:
 
 class KeyStore(Protocol):
     """Raises CatalogUnavailable (the change may have been made all the same), CatalogDenied, ValueError for what can
-    never be asked (a transaction of more than MOST_OPERATIONS, a value above MOST_VALUE_BYTES)."""
+    never be asked (a transaction of more than MOST_OPERATIONS or MOST_TXN_BYTES, a value above MOST_VALUE_BYTES)."""
 
     async def range(self, prefix: str, *, newer_than: int = 0) -> tuple[list[KeyValue], int]:
         """Every key that begins so, by key, and the store's revision; only those changed after revision `newer_than`.
@@ -134,5 +134,8 @@ class KeyStore(Protocol):
 
 #: etcd's default --max-txn-ops.
 MOST_OPERATIONS = 128
-#: etcd refuses a request above 1.5 MiB (--max-request-bytes); this leaves room for the rest of a transaction.
 MOST_VALUE_BYTES = 1 << 20
+#: etcd refuses a request above 1.5 MiB (--max-request-bytes). Keys and values of a transaction together, with
+#: OPERATION_BYTES for each compare, put and delete.
+MOST_TXN_BYTES = 1_500_000
+OPERATION_BYTES = 200
