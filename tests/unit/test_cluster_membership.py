@@ -96,7 +96,7 @@ async def test_a_member_that_was_cut_off_longer_than_its_lease_joins_again(clock
         await until(lambda: cut.in_catalogue() is not None and other.in_catalogue() is not None)
         await until(lambda: set(other.view.nodes) == {"n1", "n2"})
         await other.store.delete(keys.node_key("n1"))
-        await until(lambda: "n1" in other.view.nodes), "somebody removed its key by hand"
+        await until(lambda: "n1" in other.view.nodes)  # somebody removed its key by hand
 
 
 async def test_news_are_put_at_once_where_the_state_changed_and_else_once_a_second(clock: MockClock) -> None:

@@ -170,19 +170,21 @@ class Membership:
         every_s = self._ttl_s / 3
         renew_at = trio.current_time() + every_s
         put_at = trio.current_time() + PUT_EVERY_S
+        not_before = -math.inf
         while not self._leaving:
             self._news = trio.Event()
-            news = self._has_news(self._describe())
-            due_at = trio.current_time() if news == "state" else put_at if news else math.inf
-            if trio.current_time() < min(renew_at, due_at):
+            news = self._has_news(self._describe()) if self.member else ""
+            due_at = max(put_at if news == "other" else -math.inf, not_before) if news else math.inf
+            now = trio.current_time()
+            if now < min(renew_at, due_at):
                 with trio.move_on_at(min(renew_at, due_at)):
                     await self._news.wait()
                 continue
-            if trio.current_time() >= renew_at:
-                renew_at = trio.current_time() + (every_s if await self._renew() else min(every_s / 3, 1.0))
-            if trio.current_time() >= due_at and self.member:
-                put_at = trio.current_time() + PUT_EVERY_S
-                await self._put()
+            if now >= renew_at:
+                renew_at = now + (every_s if await self._renew() else min(every_s / 3, 1.0))
+            if now >= due_at and self.member:
+                put_at = now + PUT_EVERY_S
+                not_before = -math.inf if await self._put() else put_at
 
     async def _renew(self) -> bool:
         began_at = trio.current_time()
@@ -199,7 +201,7 @@ class Membership:
         self._renewed_at, self.member = began_at, True
         return True
 
-    async def _put(self) -> None:
+    async def _put(self) -> bool:
         mine = self._describe()
         try:
             await self._store.put(keys.node_key(mine.node), to_bytes(mine), lease=self._lease)
@@ -208,8 +210,9 @@ class Membership:
         except CatalogError as error:
             self._view.doubt()
             log.info("could not tell the cluster about this node: %s", error.message)
-            return
+            return False
         self._told = mine
+        return True
 
     def _has_news(self, mine: NodeRecord) -> str:
         """state, other, or "" where it is not worth telling."""
