@@ -6,6 +6,7 @@ lie below `tierfs/NAME/`, NAME being the cluster's. Keys are bytes there; names 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -26,7 +27,9 @@ SCHEME = "etcd://"
 #: A range is read in pages of about so many bytes. Nothing is known of the first but that values have 1 MiB at most.
 _PAGE_BYTES = 4 << 20
 _FIRST_PAGE_KEYS = 64
-_MOST_PAGE_KEYS = 4000
+_MOST_PAGE_KEYS = 1000
+#: Keys that are looked at in one go; then others have their turn.
+_CONVERTED_AT_ONCE = 128
 #: A range is begun again so often when etcd forgets its revision between two pages.
 _RANGE_TRIES = 3
 #: Between two tries of the same call while there is time.
@@ -160,13 +163,16 @@ class EtcdStore:
             )
             answer = await self._call(messages.RANGE, request)
             revision = revision or answer.header.revision
-            page = [self._key_value(value) for value in answer.kvs]
-            found += page
-            more = answer.more and bool(page)
+            before, size = len(found), 0
+            for count, value in enumerate(answer.kvs, 1):
+                found.append(self._key_value(value))
+                size += len(value.key) + len(value.value)
+                if count % _CONVERTED_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+            more = answer.more and len(found) > before
             if more:
                 key = bytes(answer.kvs[-1].key) + b"\0"
-                size = sum(len(value.value) + len(value.key) for value in page)
-                limit = min(max(_PAGE_BYTES * len(page) // max(size, 1), 1), _MOST_PAGE_KEYS)
+                limit = min(max(_PAGE_BYTES * (len(found) - before) // size, 1), _MOST_PAGE_KEYS)
         return found, revision
 
     # ---- watches ---------------------------------------------------------------------------------------------------
@@ -185,18 +191,20 @@ class EtcdStore:
         await self._check_history(from_revision)
         connection = await self._connected(trio.current_time() + self.timeout_s)
         try:
-            stream = connection.watch(messages.WatchRequest(create_request=create))
+            stream = connection.watch(
+                messages.WatchRequest(create_request=create), _Reading(self, connection.endpoint, prefixes)
+            )
         except Refused as refused:
             raise error_of(refused) from None
         try:
             with trio.move_on_after(self.timeout_s) as waiting:
-                await _created(stream, connection.endpoint)
+                await _next(stream)  # that it was made
             if waiting.cancelled_caught:
                 self._drop(connection)
                 raise CatalogUnavailable(f"etcd at {connection.endpoint}: no watch in time")
             # etcd 3.4 forgets a deletion when it compacts to just that revision, and a watch from there would miss it.
             await self._check_history(from_revision)
-            yield _Batches(self, connection, stream, prefixes)
+            yield _Batches(self, connection, stream)
         finally:
             stream.close()
 
@@ -354,62 +362,63 @@ async def _has_leader(connection: Connection, within_s: float) -> bool:
         raise
 
 
-async def _created(stream: WatchStream, endpoint: str) -> None:
-    try:
-        response = await stream.next()
-    except Refused as refused:
-        raise error_of(refused) from None
-    _check_goes_on(response, endpoint)
+class _Reading:
+    """Makes batches of a watch's responses, in the stream's thread.
 
+    What etcd sends at once is whole revisions, in fragments where it is much. A response's own revision says nothing
+    while a watch is catching up: only its events do, or a response without any, which is sent when it has caught up.
+    """
 
-def _check_goes_on(response: Any, endpoint: str = "") -> None:
-    if response.compact_revision:
-        oldest = response.compact_revision + 1
-        raise CatalogCompacted(f"etcd has forgotten what was before revision {oldest}", revision=oldest)
-    if response.canceled:
-        if "permission denied" in response.cancel_reason:
-            raise CatalogDenied(f"etcd {endpoint}: watch: {response.cancel_reason}; see etcd.user")
-        raise CatalogUnavailable(f"etcd {endpoint}: the watch was ended: {response.cancel_reason}")
+    def __init__(self, store: EtcdStore, endpoint: str, prefixes: tuple[str, ...]) -> None:
+        self._store = store
+        self._endpoint = endpoint
+        self._prefixes = prefixes
+        self._events: list[Event] = []
+        self._revision = 0
+
+    def __call__(self, response: Any) -> Batch | CatalogError | None:
+        if response.compact_revision:
+            oldest = response.compact_revision + 1
+            return CatalogCompacted(f"etcd has forgotten what was before revision {oldest}", revision=oldest)
+        if response.canceled:
+            said = f"etcd at {self._endpoint}: the watch was ended: {response.cancel_reason}"
+            is_denied = "permission denied" in response.cancel_reason
+            return CatalogDenied(f"{said}; see etcd.user") if is_denied else CatalogUnavailable(said)
+        for count, each in enumerate(response.events, 1):
+            self._revision = each.kv.mod_revision
+            event = self._store.event(each)
+            if event.key.startswith(self._prefixes):
+                self._events.append(event)
+            if count % _CONVERTED_AT_ONCE == 0:
+                time.sleep(0)  # let trio's thread run
+        if response.fragment:
+            return None
+        revision, events = self._revision or response.header.revision, tuple(self._events)
+        was_told_something, self._events, self._revision = bool(self._revision), [], 0
+        return Batch(revision, events) if events or not was_told_something else None
 
 
 class _Batches(AsyncIterator[Batch]):
-    """What etcd sends at once is whole revisions, in fragments where it is much. A response's own revision says nothing
-    while a watch is catching up: only its events do, or a response without any, which is sent when it has caught up."""
-
-    def __init__(
-        self, store: EtcdStore, connection: Connection, stream: WatchStream, prefixes: tuple[str, ...]
-    ) -> None:
+    def __init__(self, store: EtcdStore, connection: Connection, stream: WatchStream) -> None:
         self._store = store
         self._connection = connection
         self._stream = stream
-        self._prefixes = prefixes
 
     async def __anext__(self) -> Batch:
-        events: list[Any] = []
         while True:
-            response = await self._response()
-            events += response.events
-            if response.fragment:
-                continue
-            revision = events[-1].kv.mod_revision if events else response.header.revision
-            told = tuple(event for event in map(self._store.event, events) if event.key.startswith(self._prefixes))
-            if told or not events:
-                return Batch(revision, told)
-            events = []
-
-    async def _response(self) -> Any:
-        response = None
-        while response is None:
             with trio.move_on_after(self._store.timeout_s):
-                try:
-                    response = await self._stream.next()
-                except Refused as refused:
-                    raise error_of(refused) from None
-            if response is None:
-                await self._store.check_answers(self._connection)
-        self._connection.heard_at = trio.current_time()
-        _check_goes_on(response)
-        return response
+                batch = await _next(self._stream)
+                self._connection.heard_at = trio.current_time()
+                return batch
+            await self._store.check_answers(self._connection)
+
+
+async def _next(stream: WatchStream) -> Batch:
+    try:
+        batch: Batch = await stream.next()
+    except Refused as refused:
+        raise error_of(refused) from None
+    return batch
 
 
 def _after_all(prefix: bytes) -> bytes:

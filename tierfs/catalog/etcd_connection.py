@@ -89,8 +89,9 @@ class Connection:
         self.heard_at = trio.current_time()
         return future.result(timeout=0)
 
-    def watch(self, request: Any) -> WatchStream:
-        """Raises Refused."""
+    def watch(self, request: Any, read: Callable[[Any], object]) -> WatchStream:
+        """`read` makes of each response, in a thread of its own, what `WatchStream.next` gives or raises; None is
+        nothing. Raises Refused."""
         if self.closed:
             raise self._lost(WATCH)
         start = self._channel.stream_stream(
@@ -101,7 +102,7 @@ class Connection:
             call = start(_one_then_wait(request, ended), metadata=self._metadata())
         except ValueError:
             raise self._lost(WATCH) from None
-        return WatchStream(call, ended, self.endpoint)
+        return WatchStream(call, ended, self.endpoint, read)
 
     def _metadata(self) -> list[tuple[str, str]]:
         # hasleader: a member that has lost the others says so at once, and ends watches for it.
@@ -125,20 +126,21 @@ class Connection:
 
 
 class WatchStream:
-    """The responses of one watch."""
+    """What comes of one watch."""
 
-    def __init__(self, call: Any, ended: threading.Event, endpoint: str) -> None:
+    def __init__(self, call: Any, ended: threading.Event, endpoint: str, read: Callable[[Any], object]) -> None:
         self._call = call
         self._ended = ended
         self._endpoint = endpoint
+        self._make = read
         self._send, self._receive = trio.open_memory_channel[Any](_UNREAD)
         self._token = trio.lowlevel.current_trio_token()
         threading.Thread(target=self._read, name="tierfs-watch", daemon=True).start()
 
     async def next(self) -> Any:
-        """Raises Refused when the stream has ended."""
+        """Raises what `read` made an error of, and Refused when the stream has ended. Cancelled, nothing is lost."""
         item = await self._receive.receive()
-        if isinstance(item, Refused):
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -153,14 +155,16 @@ class WatchStream:
         with suppress(trio.BrokenResourceError, trio.RunFinishedError, trio.Cancelled):
             try:
                 for response in self._call:
-                    self._tell(response)
+                    item = self._make(response)
+                    if item is not None:
+                        self._tell(item)
             except grpc.RpcError:
                 refused = Refused(WATCH.name, self._endpoint, self._call.code(), self._call.details() or "")
             self._tell(refused)
         self._ended.set()
         self._call.cancel()
 
-    def _tell(self, item: Any) -> None:
+    def _tell(self, item: object) -> None:
         trio.from_thread.run(self._send.send, item, trio_token=self._token)
 
 
