@@ -3,7 +3,7 @@
 Both let go of the interpreter lock for each piece. A received piece goes through one small buffer that stays in the
 processor's cache: summed up there, then written. That costs one copy more than receiving into a mapping of the file,
 but the copy is cheap, and page faults and a second pass for the checksum are saved: 1.1 times the bytes a second of a
-bare recv_into a mapping (measured on one machine, tmpfs with huge pages; bench/transport.py). And a file that is cut
+bare recv_into a mapping (measured on one machine, tmpfs with huge pages; bench/transport_tcp.py). And a file that is cut
 meanwhile or a full tmpfs is an error here, no SIGBUS.
 """
 
