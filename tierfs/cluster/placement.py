@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tierfs.catalog.records import NodeRecord
 from tierfs.steps.registry import Key
@@ -63,8 +63,18 @@ def candidates(
 
 def steward(key: Key, nodes: Sequence[NodeRecord]) -> str:
     """The node that looks after a complete step: one that stays, where there is any. "" without nodes."""
-    staying = [node.node for node in nodes if node.state == SERVING] or [node.node for node in nodes]
-    return max(staying, key=lambda node: (score(node, *key), node), default="")
+    return winner(key, staying(nodes))
+
+
+def staying(nodes: Iterable[NodeRecord]) -> list[str]:
+    """Who may be a steward: those that are not about to go, unless all are."""
+    nodes = list(nodes)
+    return [node.node for node in nodes if node.state == SERVING] or [node.node for node in nodes]
+
+
+def winner(key: Key, names: Iterable[str]) -> str:
+    """Of these nodes the one that the rendezvous hash chooses for the step."""
+    return max(names, key=lambda name: (score(name, *key), name), default="")
 
 
 def score(node: str, *about: str) -> int:
