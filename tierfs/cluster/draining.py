@@ -1,0 +1,199 @@
+"""Before a node goes: others get what only it holds.
+
+The node says that it drains (`NodeRecord.state`). From then on its copies are not counted, so the others make theirs
+by the same rules as after a loss, only at once and with this node as a source. Here is waited until that is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from tierfs.cluster.copies import Copies
+from tierfs.cluster.counting import Holders
+from tierfs.cluster.grouping import DRAINING, Groups
+from tierfs.cluster.placement import SERVING
+from tierfs.cluster.view import View
+from tierfs.errors import CatalogError, PeerError
+from tierfs.steps.registry import Key, StepRegistry
+from tierfs.transport.peers import SMALL_FILE_BYTES, Peers
+from tierfs.units import format_size
+
+log = logging.getLogger("tierfs.cluster")
+
+#: What others hold is looked at so often: holdings are not watched.
+LOOK_EVERY_S = 0.3
+#: Files that others are asked about at the same time.
+_ASK_AT_ONCE = 16
+_CHECKPOINT_EVERY = 200
+
+
+@dataclass(frozen=True)
+class Left:
+    """What only this node has. `paths` are steps, and files outside of complete steps; `note` says why it may stay
+    so."""
+
+    steps: int = 0
+    files: int = 0
+    bytes: int = 0
+    paths: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.files == 0 and not self.note
+
+
+class Drain:
+    """`member_changed` has this node's record told again (`Membership.changed`), whose state is `state`.
+    `is_persisted(key)`: the object tier has the step as the catalogue says it is complete."""
+
+    def __init__(
+        self,
+        registry: StepRegistry,
+        view: View,
+        peers: Peers,
+        copies: Copies,
+        groups: Groups,
+        node: str,
+        *,
+        member_changed: Callable[[], None],
+        is_persisted: Callable[[Key], bool],
+    ) -> None:
+        self.state = SERVING
+        self.left: Left | None = None  # of a drain that goes on or has ended
+        self._registry = registry
+        self._view = view
+        self._peers = peers
+        self._copies = copies
+        self._groups = groups
+        self._node = node
+        self._member_changed = member_changed
+        self._is_persisted = is_persisted
+        self._held_elsewhere: set[str] = set()
+
+    def stop(self) -> None:
+        """The node stays after all."""
+        self._be(SERVING)
+        self.left = None
+
+    async def drain(self, *, within_s: float, told: Callable[[Left], None] = lambda left: None) -> Left:
+        """Hand over what only this node holds; returns what is left, nothing or what could not be done in time.
+
+        The node stays drained, until it goes or `stop` is called. `told` is called with each change of what is left.
+        """
+        log.info("draining: other nodes copy what only this one holds, for %.0f s at most", within_s)
+        self._be(DRAINING)
+        self._held_elsewhere.clear()
+        left = Left(note="nothing was looked at yet")
+        with trio.move_on_after(within_s):
+            while True:
+                now = await self._look()
+                if now != left:
+                    told(now)
+                left = self.left = now
+                if left.is_nothing:
+                    break
+                await trio.sleep(LOOK_EVERY_S)
+        self.left = left
+        if left.is_nothing:
+            log.info("drained: other nodes or the object tier have all that this one held")
+        else:
+            shown = ", ".join(left.paths[:10])
+            log.warning(
+                "drained in part: %s of %d files are only here (%s) %s",
+                format_size(left.bytes),
+                left.files,
+                shown,
+                left.note,
+            )
+        return left
+
+    def _be(self, state: str) -> None:
+        self.state = state
+        self._member_changed()
+
+    async def _look(self) -> Left:
+        """What is left now. The others can only begin once they know that this node drains."""
+        others = [record.node for record in self._groups.serving() if record.node != self._node]
+        if not others:
+            note = "there is no other node that could take it"
+        elif not self._groups.is_draining(self._node):
+            note = "the other nodes don't know yet"
+        else:
+            note = ""
+        found: list[tuple[str, int]] = []
+        steps = 0
+        for key in sorted(self._view.states):
+            try:
+                files = await self._of_step(key, others)
+            except CatalogError as error:
+                files, note = [], f"the catalogue does not say what others hold: {error.message}"
+            steps += bool(files)
+            found += files
+        found += await self._being_written()
+        found += await self._outside_of_steps()
+        paths = tuple(dict.fromkeys(path for path, _ in found))
+        # With nobody to take it, what nobody needs to take is no reason to wait.
+        return Left(steps, len(found), sum(size for _, size in found), paths, note if found or others else "")
+
+    async def _of_step(self, key: Key, others: list[str]) -> list[tuple[str, int]]:
+        """Files of the complete step that too few other nodes hold, as (step, bytes)."""
+        seen = self._view.states.get(key)
+        if seen is None or self._is_persisted(key):
+            return []
+        files = await self._view.files(key, seen.record.generation)
+        holders = Holders(files, await self._view.holdings(key), self._view.nodes)
+        needed = max(1, min(self._groups.replicas(key[0]), len(others)))
+        found = []
+        for _, of_part in holders.parts():
+            for file in of_part:
+                holding = holders.of(file)
+                if self._node in holding and len(holding.intersection(others)) < needed:
+                    found.append(("/".join(key), file.size_bytes))
+        return found
+
+    async def _being_written(self) -> list[tuple[str, int]]:
+        """Sealed files of this node in steps that are not complete, which no partner holds; and what is open."""
+        waiting: list[tuple[str, int, str, str]] = []
+        found: list[tuple[str, int]] = []
+        for record in list(self._registry.records.values()):
+            if record.is_complete:
+                continue
+            names = record.open_names()
+            found += [(f"{record.rel}/{inner}", 0) for inner in sorted(names)]
+            for inner, entry in list(record.manifest.files.items()):
+                version = self._copies.version_of(entry.ino) if inner not in names else None
+                if version is None or version in self._held_elsewhere or record.is_of_old_generation(inner):
+                    continue
+                if version.startswith(f"{self._node}/"):
+                    waiting.append((f"{record.rel}/{inner}", entry.size_bytes, version, record.manifest.namespace))
+        limiter = trio.CapacityLimiter(_ASK_AT_ONCE)
+        async with trio.open_nursery() as nursery:
+            for _, _, version, namespace in waiting:
+                nursery.start_soon(self._ask, namespace, version, limiter)
+        return found + [(path, size) for path, size, version, _ in waiting if version not in self._held_elsewhere]
+
+    async def _ask(self, namespace: str, version: str, limiter: trio.CapacityLimiter) -> None:
+        for partner in self._groups.partners(self._node, max(2, self._groups.replicas(namespace))):
+            async with limiter:
+                try:
+                    await self._peers.checksum(partner, version)
+                    self._held_elsewhere.add(version)
+                    return
+                except PeerError as error:
+                    log.debug("%s does not hold %s: %s", partner, version, error)
+
+    async def _outside_of_steps(self) -> list[tuple[str, int]]:
+        """Files of no step are on every node while they are small; a large one stays with who wrote it."""
+        found = []
+        for at, (path, seen) in enumerate(list(self._view.tree.items())):
+            if at % _CHECKPOINT_EVERY == _CHECKPOINT_EVERY - 1:
+                await trio.lowlevel.checkpoint()
+            file = seen.record.file
+            if file is not None and file.node == self._node and file.size_bytes >= SMALL_FILE_BYTES:
+                found.append((path, file.size_bytes))
+        return found

@@ -1,0 +1,515 @@
+"""Copies of other nodes' files in this node's RAM: fetched as they are written, kept as long as their step needs them.
+
+This node listens to the offers of those whose files it is to hold (`Groups`), and fetches what they write into the
+shelf (`FilePull`). What no offer brought of complete steps is planned by `MissingParts`. What is here of a complete
+step is told by `Holdings`; the way from the last byte to that record has no wait in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from tierfs.catalog.records import StepState, check_version
+from tierfs.cluster.copies import Copies
+from tierfs.cluster.grouping import Groups
+from tierfs.cluster.holdings import Holdings
+from tierfs.cluster.missing_parts import Missing, MissingParts
+from tierfs.cluster.part_files import PartFiles
+from tierfs.cluster.pulling import FilePull, Means, Streams, let_go
+from tierfs.cluster.replica_room import ReplicaRoom
+from tierfs.cluster.view import Change, View
+from tierfs.errors import CatalogError, NoRoom, PathRefused, PeerError, RecordDamaged, TierfsError
+from tierfs.steps.names import safe_component, safe_relative, unescape_namespace
+from tierfs.steps.registry import Key, StepRegistry
+from tierfs.transport.peers import Offer, Peers
+
+log = logging.getLogger("tierfs.cluster")
+
+#: A file that grows is fetched from this size on; smaller ones once they are sealed.
+GROWING_FROM_BYTES = 1 << 20
+#: Files of complete steps that are fetched at the same time.
+MISSING_AT_ONCE = 8
+#: After a lost subscription, a failed reading, a refusal for want of room.
+PAUSE_S = 0.1
+MOST_PAUSE_S = 3.0
+NO_ROOM_PAUSE_S = 1.0
+#: Shelved files of a step that the catalogue does not have go after so long: it may be about to be published.
+ORPHAN_AFTER_S = 60.0
+#: Who waits for copies asks so often.
+ASK_EVERY_S = 0.02
+MOST_ASK_EVERY_S = 0.2
+_BOUND_S = 3600.0
+
+#: A file's place: its step, the node it comes from, the path in the step.
+_Place = tuple[Key, str, str]
+
+
+@dataclass(frozen=True)
+class _Brought:
+    version: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class ReplicationState:
+    """For `status`: files on their way, bytes that their nodes have and this one has not, files without room."""
+
+    pulling: int
+    missing_bytes: int
+    without_room: int
+
+
+class Replicator:
+    def __init__(
+        self,
+        registry: StepRegistry,
+        view: View,
+        peers: Peers,
+        copies: Copies,
+        holdings: Holdings,
+        parts: PartFiles,
+        node: str,
+    ) -> None:
+        self._registry = registry
+        self._view = view
+        self._peers = peers
+        self._copies = copies
+        self._holdings = holdings
+        self._node = node
+        self._parts = parts
+        settings = registry.settings
+        self.groups = Groups(view, settings, node)
+        self.room = ReplicaRoom(registry)
+        self._missing = MissingParts(
+            view, self.groups, parts, copies, node, after_s=settings.replication.after_s, wake=self._plan_soon
+        )
+        self._means = Means(peers, copies, self.room, Streams(settings.peer.streams), registry.tier.trim)
+        self._pulls: dict[_Place, FilePull] = {}
+        self._brought: dict[Key, dict[tuple[str, str], _Brought]] = {}
+        self._wanted: dict[_Place, Missing] = {}
+        self._not_before: dict[_Place, float] = {}  # there was no room
+        self._planned: dict[_Place, Missing] = {}  # of which a pull is on its way
+        self._to_sweep: set[Key] = set()
+        self._orphans: dict[Key, float] = {}
+        self._planning = trio.Event()
+        self._regrouped = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        holdings.interesting = lambda key, state: {
+            *self.groups.authors(key[0]),
+            *(author for author, _ in self._brought.get(key, {})),
+        }
+        holdings.singles = lambda key: [each.version for each in self._brought.get(key, {}).values()]
+
+    # --- running
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. To be started before the view has read everything, or after it."""
+        self._view.listen(self._seen)
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            if self._view.connected:
+                self._missing.begin()
+            self._look_for_orphans()
+            nursery.start_soon(self._keep_subscribed)
+            nursery.start_soon(self._keep_planning)
+            task_status.started()
+
+    def _seen(self, change: Change) -> None:
+        if self.groups.seen(change):
+            self._regrouped.set()
+        self._missing.seen(change)
+        if change.kind == "state" and change.step is not None:
+            if change.new is not None:
+                self._committed(change.step, change.new.record)
+        elif change.kind == "tree" and change.old is not None:
+            is_gone = change.new is None or change.new.create_revision != change.old.create_revision
+            where = self._registry.names.locate(change.key) if is_gone else None
+            if where is None or where.inner:
+                return
+            key = where.namespace, where.step
+            if self._is_being_renamed(change.key):  # `Copies.step_moved` takes its copies along
+                self._orphans.setdefault(key, trio.current_time() + ORPHAN_AFTER_S)
+            else:
+                self.forget(key)
+        elif change.kind == "reset":
+            self._look_for_orphans()
+
+    # --- subscriptions
+
+    async def _keep_subscribed(self) -> None:
+        subscribed: dict[str, trio.CancelScope] = {}
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._regrouped = trio.Event()
+                wanted = self.groups.all_authors()
+                for author in sorted(subscribed.keys() - wanted):
+                    subscribed.pop(author).cancel()
+                    self._leave(author)
+                for author in sorted(wanted - subscribed.keys()):
+                    subscribed[author] = trio.CancelScope()
+                    nursery.start_soon(self._subscribe, author, subscribed[author])
+                await self._regrouped.wait()
+
+    async def _subscribe(self, author: str, scope: trio.CancelScope) -> None:
+        pause = PAUSE_S
+        with scope:
+            while True:
+                began = trio.current_time()
+                try:
+                    async with self._peers.offers(author) as offers:
+                        async for offer in offers:
+                            self._offered(author, offer)
+                except PeerError as error:
+                    log.debug("no news of what %s writes: %s", author, error)
+                if trio.current_time() - began > MOST_PAUSE_S:
+                    pause = PAUSE_S
+                await trio.sleep(pause)
+                pause = min(2 * pause, MOST_PAUSE_S)
+
+    def _leave(self, author: str) -> None:
+        """Others hold copies of its files now; nobody here would hear of their seal. One that was lost may come back:
+        its pulls end by themselves."""
+        for place, pull in list(self._pulls.items()):
+            if place[1] == author and author in self._view.nodes and not pull.pieces.sealed:
+                pull.drop()
+                del self._pulls[place]
+
+    def _offered(self, author: str, offer: Offer) -> None:
+        try:
+            key = self._checked(author, offer)
+        except (PathRefused, RecordDamaged) as error:
+            log.warning("%s offers what can't be: %s", author, error)
+            return
+        if author not in self.groups.authors(key[0]) or self.groups.is_draining(self._node):
+            return
+        state = self._view.states.get(key)
+        if state is not None and state.record.generation > offer.generation:
+            return
+        place = key, author, offer.inner
+        pull = self._pulls.get(place)
+        if pull is not None and pull.version not in (offer.version, offer.growing):
+            pull.drop()  # written again
+            del self._pulls[place]
+            self._planned.pop(place, None)
+            pull = None
+        if place in self._wanted and self._wanted[place].version != offer.version:
+            del self._wanted[place]
+        if offer.sealed:
+            if pull is not None:
+                pull.seal(offer.version, offer.size_bytes)
+            elif self._copies.has(offer.version):
+                self._came(place, offer.version, offer.generation)
+            else:
+                self._begin(place, offer.version, offer.generation).seal(offer.version, offer.size_bytes)
+        elif pull is not None:
+            pull.grew(offer.size_bytes)
+        elif offer.size_bytes >= GROWING_FROM_BYTES and self._not_before.get(place, 0.0) <= trio.current_time():
+            self._begin(place, offer.version, offer.generation).grew(offer.size_bytes)
+
+    def _checked(self, author: str, offer: Offer) -> Key:
+        """What comes from the wire names paths here. PathRefused, RecordDamaged."""
+        namespace, step = safe_relative(offer.namespace), safe_component(offer.step)
+        safe_relative(offer.inner)
+        where = self._registry.names.locate(f"{namespace}/{step}")
+        if where is None or (where.namespace, where.step) != (namespace, step):
+            raise PathRefused(f"{namespace}/{step} is no step")
+        for version in (offer.version, offer.growing):
+            if version and _author(check_version(version)) != author:
+                raise RecordDamaged(f"{version[:80]} is not of {author}")
+        if not 0 <= offer.size_bytes < 1 << 63 or offer.generation < 1 or not offer.version:
+            raise RecordDamaged(f"size, generation or version of {offer.inner[:80]!r} is none")
+        return namespace, step
+
+    # --- pulls
+
+    def _begin(self, place: _Place, version: str, generation: int, holders: Sequence[str] = ()) -> FilePull:
+        key, author, inner = place
+
+        def may_have(pull: FilePull) -> list[str]:
+            nodes = [author, *holders]
+            if pull.pieces.sealed:
+                nodes += self.groups.partners(author, self.groups.replicas(key[0]))
+            return [node for node in dict.fromkeys(nodes) if node in self._view.nodes and node != self._node]
+
+        pull = self._pulls[place] = FilePull(self._means, key, inner, version, may_have)
+        assert self._nursery is not None
+        self._nursery.start_soon(self._bring, place, pull, generation, holders)
+        return pull
+
+    async def _bring(self, place: _Place, pull: FilePull, generation: int, holders: Sequence[str]) -> None:
+        key, author, inner = place
+        is_whole = lacks_room = False
+        try:
+            is_whole = await pull.run()
+        except NoRoom as error:
+            lacks_room = True
+            self._no_room(place, error)
+        except (OSError, TierfsError) as error:
+            log.error("copying %s failed: %s", pull.shown, error, extra=self._extra(key, inner))
+        finally:
+            is_current = self._pulls.get(place) is pull
+            if is_current:
+                del self._pulls[place]
+                self._planned.pop(place, None)
+        if is_whole:
+            self._came(place, pull.version, generation)
+        elif is_current and lacks_room and pull.pieces.sealed:
+            size = pull.pieces.size_bytes
+            self._wanted[place] = Missing(key, author, inner, pull.version, size, generation, tuple(holders))
+        elif is_current:
+            self._missing.again(key, NO_ROOM_PAUSE_S)
+        self._plan_soon()
+
+    def _came(self, place: _Place, version: str, generation: int) -> None:
+        key, author, inner = place
+        self._not_before.pop(place, None)
+        of_step = self._brought.setdefault(key, {})
+        before = of_step.get((author, inner))
+        of_step[author, inner] = _Brought(version, generation)
+        if before is not None and before.version != version:
+            self._sweep_soon(key)
+        if key in self._view.states:
+            self._holdings.changed(key)
+        if not any(other[0] == key for other in self._not_before):
+            self._registry.clear_problems("/".join(key))
+
+    def _no_room(self, place: _Place, error: NoRoom) -> None:
+        key, author, inner = place
+        is_known = place in self._not_before
+        self._not_before[place] = trio.current_time() + NO_ROOM_PAUSE_S
+        if not is_known:
+            message = f"{inner} of {author} is not copied here: {error.message}"
+            log.warning("%s", message, extra=self._extra(key, inner))
+            self._registry.problem("warning", message, "/".join(key))
+
+    # --- what is missing of complete steps
+
+    def _plan_soon(self) -> None:
+        self._planning.set()
+
+    async def _keep_planning(self) -> None:
+        pause = PAUSE_S
+        while True:
+            self._planning = trio.Event()
+            try:
+                for key in self._missing.due():
+                    for missing in await self._missing.plan(key):
+                        self._want(missing)
+                    self._start_wanted()
+                for key in sorted(self._to_sweep):
+                    self._to_sweep.discard(key)
+                    await self._sweep(key)
+                pause = PAUSE_S
+            except CatalogError as error:
+                log.debug("what is missing here can't be told yet: %s", error)
+                await trio.sleep(pause)
+                pause = min(2 * pause, MOST_PAUSE_S)
+                self._plan_soon()
+            self._start_wanted()
+            self._forget_orphans()
+            with trio.move_on_at(self._plan_at()):
+                await self._planning.wait()
+
+    def _plan_at(self) -> float:
+        waiting = [self._not_before.get(place, math.inf) for place in self._wanted]
+        return min(self._missing.next_at(), *waiting, *self._orphans.values(), trio.current_time() + _BOUND_S)
+
+    def _want(self, missing: Missing) -> None:
+        pull = self._pulls.get(missing.place)
+        if pull is not None and not pull.pieces.sealed and _author(pull.version) == _author(missing.version):
+            pull.seal(missing.version, missing.size_bytes)  # the offer that says so was lost, or comes late
+        elif pull is None or pull.version != missing.version:
+            self._wanted[missing.place] = missing
+
+    def _start_wanted(self) -> None:
+        now = trio.current_time()
+        for missing in sorted(self._wanted.values(), key=self._newest_first):
+            if len(self._planned) >= MISSING_AT_ONCE:
+                return
+            place = missing.place
+            if self._not_before.get(place, 0.0) > now:
+                continue
+            del self._wanted[place]
+            if self._copies.has(missing.version):
+                self._came(place, missing.version, missing.generation)
+                continue
+            if (other := self._pulls.pop(place, None)) is not None:
+                other.drop()
+            self._planned[place] = missing
+            pull = self._begin(place, missing.version, missing.generation, missing.holders)
+            pull.seal(missing.version, missing.size_bytes)
+
+    def _newest_first(self, missing: Missing) -> tuple[float, int, str]:
+        where = self._registry.names.locate("/".join(missing.key))
+        return -(where.number if where is not None else 0), -missing.generation, missing.inner
+
+    # --- what is not needed any more
+
+    def forget(self, key: Key) -> None:
+        """The step is gone, or leaves this node's RAM: so do its copies."""
+        for place in [place for place in self._pulls if place[0] == key]:
+            self._pulls.pop(place).drop()
+            self._planned.pop(place, None)
+        for place in [place for place in self._wanted if place[0] == key]:
+            del self._wanted[place]
+        for place in [place for place in self._not_before if place[0] == key]:
+            del self._not_before[place]
+        self._brought.pop(key, None)
+        self._orphans.pop(key, None)
+        self._copies.forget_step(key)
+        if key in self._view.states:
+            self._holdings.changed(key)
+
+    def _committed(self, key: Key, state: StepState) -> None:
+        self._orphans.pop(key, None)
+        for place, missing in list(self._wanted.items()):
+            if place[0] == key and missing.generation < state.generation:
+                del self._wanted[place]
+        if any(each.generation < state.generation for each in self._brought.get(key, {}).values()):
+            self._sweep_soon(key)
+
+    def _sweep_soon(self, key: Key) -> None:
+        self._to_sweep.add(key)
+        self._plan_soon()
+
+    async def _sweep(self, key: Key) -> None:
+        """Drop the shelf's files that the complete generation does not have, nor a newer one. CatalogError."""
+        on_shelf = self._copies.shelved_versions(key)
+        seen = self._view.states.get(key)
+        if not on_shelf:
+            return
+        complete = seen.record.generation if seen is not None else 0
+        brought = self._brought.setdefault(key, {})
+        needed = {each.version for each in brought.values() if each.generation >= complete}
+        authors = {_author(version) for version in on_shelf}
+        if seen is not None:
+            parts = await self._parts.read(key, seen.record, seen.create_revision, authors)
+            # What a part carries on from an older generation is of another author than the part.
+            needed |= {file.version for files in parts.values() for file in files.values()}
+        for version in on_shelf:
+            if version not in needed:
+                await self._drop(key, version)
+        for where, each in list(brought.items()):
+            if each.version not in needed:
+                del brought[where]
+
+    async def _drop(self, key: Key, version: str) -> None:
+        try:
+            fd = os.open(self._copies.place(key, version), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return
+        self._copies.drop(key, version)
+        await let_go(fd)
+        self._registry.tier.released_room()
+
+    def _is_being_renamed(self, path: str) -> bool:
+        moves = (seen.record for seen in self._view.operations.values() if seen.record.kind == "rename")
+        return any(path == move.path or path.startswith(f"{move.path}/") for move in moves)
+
+    def _look_for_orphans(self) -> None:
+        """What changed while this node was away: steps of the shelf may be gone, or complete in a newer generation.
+
+        Not at once: a step may be about to be published, and what is being written has to be offered again.
+        """
+        for key in self._shelf_keys():
+            self._orphans.setdefault(key, trio.current_time() + ORPHAN_AFTER_S)
+
+    def _forget_orphans(self) -> None:
+        now = trio.current_time()
+        for key, at in list(self._orphans.items()):
+            if at > now:
+                continue
+            if "/".join(key) in self._view.tree:
+                del self._orphans[key]
+                self._sweep_soon(key)
+            elif self._view.connected:
+                self.forget(key)
+            else:
+                self._orphans[key] = now + ORPHAN_AFTER_S
+
+    def _shelf_keys(self) -> Iterator[Key]:
+        for namespace in os.scandir(self._copies.shelf):
+            try:
+                name = unescape_namespace(namespace.name)
+            except PathRefused:
+                continue  # cut, since it is very long: it goes with the step
+            for step in os.scandir(namespace.path):
+                yield name, step.name
+
+    # --- waiting for copies
+
+    async def wait_replicated(self, key: Key, generation: int) -> None:
+        """Until the generation is replicated, another one is complete, the step is gone, or nobody could hold it.
+
+        Not bounded in time: who waits is. Where the step is not complete yet, that is waited for too.
+        """
+
+        def is_over() -> bool:
+            state = self._view.states.get(key)
+            if not self.has_partners(key[0]):
+                return True
+            if state is None:
+                return "/".join(key) not in self._view.tree and self._view.connected
+            if state.record.generation != generation:
+                return state.record.generation > generation
+            return state.record.level == "replicated"
+
+        while not await self._view.until(is_over, within_s=_BOUND_S):
+            pass
+
+    async def wait_file(self, namespace: str, version: str) -> None:
+        """Until the partners hold the sealed file, whole and verified, or it is no longer here.
+
+        They are asked, again and again, while somebody waits (fsync); that costs them a look at a table. Not
+        bounded in time: who waits is.
+        """
+        holding: set[str] = set()
+        pause = ASK_EVERY_S
+        while self._copies.has(version):
+            partners = set(self.groups.partners(self._node, self.groups.replicas(namespace))) - {self._node}
+            waiting_for = partners - holding
+            if not waiting_for:
+                return
+            async with trio.open_nursery() as nursery:
+                for partner in sorted(waiting_for):
+                    nursery.start_soon(self._ask_holder, partner, version, holding)
+            if partners - holding:
+                await trio.sleep(pause)
+                pause = min(1.5 * pause, MOST_ASK_EVERY_S)
+
+    async def _ask_holder(self, partner: str, version: str, holding: set[str]) -> None:
+        try:
+            await self._peers.checksum(partner, version)
+            holding.add(partner)
+        except PeerError as error:
+            log.debug("%s does not hold %s yet: %s", partner, version, error)
+
+    def has_partners(self, namespace: str) -> bool:
+        """Other nodes are there to hold copies of what this node writes."""
+        return bool(set(self.groups.partners(self._node, self.groups.replicas(namespace))) - {self._node})
+
+    # --- accounting
+
+    def room_needed_for_replicas(self, namespace: str) -> int:
+        """Bytes that the partners' next step of the namespace will need here, as large as their last one was."""
+        return self._missing.expected_bytes(namespace, self.groups.authors(namespace))
+
+    def state(self) -> ReplicationState:
+        pulls = self._pulls.values()
+        missing = sum(pull.pieces.missing_bytes for pull in pulls)
+        missing += sum(each.size_bytes for each in self._wanted.values())
+        return ReplicationState(len(pulls), missing, len(self._not_before))
+
+    def _extra(self, key: Key, inner: str = "") -> dict[str, Any]:
+        return {"namespace": key[0], "step": key[1], "file": inner, "tier": "ram"}
+
+
+def _author(version: str) -> str:
+    return version.rpartition("/")[0]
