@@ -7,6 +7,7 @@ writes, and has not published yet, stay; a marker shows only once its generation
 
 from __future__ import annotations
 
+import errno
 import logging
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -44,7 +45,8 @@ class Shown:
 
 class Showing:
     """Used from the trio thread. `take` (set by `tierfs.cluster.taking`) brings a step to what another node committed;
-    `removed_here` says of a path that a program removed it here and the catalogue was not told yet."""
+    `removed_here` says of a path that a program removed it here and the catalogue was not told yet. With
+    `operations_applied` it is waited for renames that the catalogue has and this tree not yet."""
 
     def __init__(self, registry: StepRegistry, view: View, copies: Copies, maker: FileMaker) -> None:
         self.registry = registry
@@ -54,8 +56,11 @@ class Showing:
         self.root = registry.root
         self.take: Callable[[Key], Awaitable[object]] = _take_nothing
         self.removed_here: Callable[[str], bool] = lambda rel: False
+        self.operations_applied: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._locks: dict[Key, trio.Lock] = {}
         self._told: set[tuple[str, str]] = set()
+        #: The versions that the catalogue had of plain files, by path, as far as they were seen.
+        self.published: dict[str, str] = {}
 
     # --- asked by the mount
 
@@ -79,10 +84,12 @@ class Showing:
         where = self.registry.names.locate(rel)
         if where is None or not where.inner:
             await self.view.caught_up([tree_key(rel), *self._state_keys(where)])
+            await self.operations_applied()
             await self._show_name(rel, where)
             return
         step_rel = where.step_rel
         await self.view.caught_up([tree_key(rel), tree_key(step_rel), *self._state_keys(where)])
+        await self.operations_applied()
         record = await self._step(where)
         if record is None:
             return
@@ -96,9 +103,11 @@ class Showing:
         where = self.registry.names.locate(rel) if rel else None
         if where is None:
             await self.view.caught_up([], [tree_below(rel) if rel else "t/"])
+            await self.operations_applied()
             await self._place_below(rel)
             return
         await self.view.caught_up([tree_key(where.step_rel), *self._state_keys(where)], [tree_below(where.step_rel)])
+        await self.operations_applied()
         record = await self._step(where)
         if record is None:
             return
@@ -166,21 +175,33 @@ class Showing:
 
     async def _place_plain(self, rel: str, seen: Seen[TreeRecord]) -> bool:
         file = seen.record.file
-        if file is None or self.maker.standing(self.root, rel, file)[0] != "absent":
-            self._make_way_for_users_latest(rel)
-        if file is None or self.maker.standing(self.root, rel, file)[0] != "absent":
+        if file is None:
+            return False
+        self._make_way_for_users_latest(rel)
+        if not self._is_plain_wanted(rel, file):
             return False
         fetched = await self.maker.fetch_all([file])
-        if self.view.tree.get(rel) != seen or self.maker.standing(self.root, rel, file)[0] != "absent":
+        if self.view.tree.get(rel) != seen or not self._is_plain_wanted(rel, file):
             return False  # news came meanwhile, or a program made it
         self.maker.make(self.root, rel, file, plain_place(rel), fetched.get(file.version))
+        self.published[rel] = file.version
         self.tell(rel)
         return True
+
+    def _is_plain_wanted(self, rel: str, file: FileRecord) -> bool:
+        """Nothing is there, or what the catalogue had before: another node's file, or one that this node published."""
+        if self.removed_here(rel):
+            return False
+        standing, version = self.maker.standing(self.root, rel, file)
+        if standing == "in the way":
+            raise FileExistsError(errno.EEXIST, "something else has the name", rel)
+        is_theirs = bool(version) and version.partition("/")[0] != self.copies.node
+        return standing == "absent" or (standing == "other" and (is_theirs or version == self.published.get(rel)))
 
     def _make_way_for_users_latest(self, rel: str) -> None:
         """A program made its own `latest` on another node: this node's link goes."""
         directory, _, name = rel.rpartition("/")
-        if name == LATEST and directory and self.registry.latest.is_ours(directory):
+        if name == LATEST and directory and self.registry.latest.is_ours(directory) and not self.removed_here(rel):
             placing.remove_file(self.root, rel)
             self.registry.latest.made_by_program(directory)
 

@@ -21,6 +21,7 @@ from tierfs.cluster import placing
 from tierfs.cluster.making import version_at
 from tierfs.cluster.showing import AT_ONCE, Showing
 from tierfs.cluster.step_files import StepFiles
+from tierfs.cluster.view import View
 from tierfs.errors import CatalogError
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.record import StepRecord
@@ -69,8 +70,12 @@ class Taking:
             return None
         record = self._registry.records.get(key)
         if record is not None and record.manifest.joined not in (0, create_revision):
-            self._forget(record)  # it was deleted, and this is another one of its name
-            record = None
+            if was_renamed(self._view, rel, record.manifest.joined):
+                record.manifest.joined = create_revision
+                record.unsaved = True
+            else:
+                self._forget(record)  # it was deleted, and this is another one of its name
+                record = None
         if record is None or not record.directory.is_dir():
             await self._showing.place_tree(rel)
             record = self._registry.at_or_new(where)
@@ -220,9 +225,8 @@ class Taking:
                 return False
             # From here to the end nothing else has its turn.
             self._keep_open(record, aside, entries)
-            replaced = (
-                {entry.ino for entry in manifest.files.values()} - {entry.ino for entry in entries.values()} - kept
-            )
+            new = {entry.ino for entry in entries.values()}
+            replaced = {entry.ino for entry in manifest.files.values()} - new
             _make_alike(record.directory, aside)
             placing.exchange(registry.root, record.rel, aside)
             registry.crash("swap:exchanged")
@@ -345,6 +349,16 @@ class Taking:
                 await self.bring_small(key)
             except CatalogError as error:
                 log.debug("small files come when somebody looks: %s", error.message)
+
+
+def was_renamed(view: View, rel: str, joined: int) -> bool:
+    """The step has its name by a rename that came after its directory: that is why the catalogue got it again."""
+    return any(
+        seen.record.kind == "rename"
+        and seen.mod_revision > joined
+        and (rel == seen.record.target or rel.startswith(seen.record.target + "/"))
+        for seen in view.operations.values()
+    )
 
 
 def _make_alike(old: Path, new: Path) -> None:

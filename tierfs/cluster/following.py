@@ -1,0 +1,339 @@
+"""What other nodes changed is done here too: directories, plain files and links, whole steps, removals, renames.
+
+The view tells changes in their order and is never held up. They are worked off in that order, as what the catalogue
+says by then; what has to wait for other nodes goes on beside. What fails for one path is logged, and tried again with
+growing pauses, without holding up the rest. A name that a program of this node made or changed, and that is not
+published yet, is left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from tierfs.catalog.records import TreeRecord
+from tierfs.cluster import placing
+from tierfs.cluster.making import version_at
+from tierfs.cluster.operating import Operating
+from tierfs.cluster.showing import Showing
+from tierfs.cluster.taking import Taking, was_renamed
+from tierfs.cluster.view import Change, Seen, View
+from tierfs.errors import TierfsError
+from tierfs.steps.latest import NAME as LATEST
+from tierfs.steps.registry import Key
+
+log = logging.getLogger("tierfs.cluster")
+
+#: The pauses before something that failed is tried again, seconds, and how often that is.
+LEAST_PAUSE_S = 0.2
+MOST_PAUSE_S = 30.0
+MOST_TRIES = 20
+#: Steps and plain files that are brought at once.
+AT_ONCE = 8
+#: How long a program waits for renames that are on their way.
+APPLIED_WITHIN_S = 2.0
+
+_Work = Callable[[], Awaitable[None]]
+
+
+@dataclass
+class _Failed:
+    work: _Work
+    tries: int
+    due: float
+    message: str
+
+
+class Following:
+    """Used from the trio thread. `made_here` says of a path that a program made it here since, though the catalogue's
+    news are of its removal."""
+
+    def __init__(self, view: View, showing: Showing, taking: Taking, operating: Operating) -> None:
+        self._registry = showing.registry
+        self._view = view
+        self._showing = showing
+        self._taking = taking
+        self._operating = operating
+        self._node = showing.copies.node
+        self._root = showing.root
+        self.made_here: Callable[[str], bool] = lambda rel: False
+        self._queue: deque[tuple[Change, int]] = deque()  # with the revision up to which it was told by then
+        self._operations = 0  # in the queue
+        self._failed: dict[tuple[str, str], _Failed] = {}
+        self._waiting: set[tuple[str, str]] = set()  # for their turn beside the rest
+        self._busy = 0
+        self._news = trio.Event()
+        self._lot = trio.lowlevel.ParkingLot()
+        self._slots = trio.Semaphore(AT_ONCE)
+        view.listen(self._told)
+        showing.operations_applied = self.operations_applied
+
+    def _told(self, change: Change) -> None:
+        revision = 0
+        if change.kind == "reset":
+            seen = (operation.mod_revision for operation in self._view.operations.values())
+            revision = max(self._view.revision, *seen, 0)
+        self._queue.append((change, revision))
+        self._operations += change.kind == "operation"
+        self._news.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """All that was told is done, or failed."""
+        return not (self._queue or self._waiting or self._busy)
+
+    def problems(self) -> list[str]:
+        """What could not be done so far."""
+        return sorted(f"{name}: {failed.message}" for (_, name), failed in self._failed.items())
+
+    async def operations_applied(self) -> None:
+        """Until the renames and removals that the view has are made here, for a bounded time."""
+        with trio.move_on_after(APPLIED_WITHIN_S):
+            while self._operations:
+                await self._lot.park()
+        await trio.lowlevel.checkpoint()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Works off what is told, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                self._news = trio.Event()
+                while self._queue:
+                    await self._next(nursery)
+                due = min((failed.due for failed in self._failed.values()), default=float("inf"))
+                with trio.move_on_at(due):
+                    await self._news.wait()
+                self._retry(nursery)
+
+    # --- in order
+
+    async def _next(self, nursery: trio.Nursery) -> None:
+        change, revision = self._queue.popleft()
+        self._busy += 1
+        try:
+            await trio.lowlevel.checkpoint()
+            if change.kind == "reset":
+                await self._operating.all_read(revision)
+                await self._all(nursery)
+            elif change.kind == "operation" or (change.kind == "tree" and not _waits_for_peers(change)):
+                await self._try((change.kind, change.key), self._work_of(change), 0)
+            else:
+                self._start(nursery, (change.kind, change.key), self._work_of(change))
+        finally:
+            self._busy -= 1
+            if change.kind == "operation":
+                self._operations -= 1
+                self._lot.unpark_all()
+
+    async def _all(self, nursery: trio.Nursery) -> None:
+        """After a full read: what is not here, since this tier lost it or it could not be done, is looked for anew."""
+        for at, (rel, seen) in enumerate(sorted(self._view.tree.items())):
+            if at % AT_ONCE == AT_ONCE - 1:
+                await trio.lowlevel.checkpoint()
+            if not self._is_there(rel):
+                work = partial(self._place, rel)
+                if seen.record.kind == "file":
+                    self._start(nursery, ("tree", rel), work)
+                else:
+                    await self._try(("tree", rel), work, 0)
+        for key, state in list(self._view.states.items()):
+            if self._showing.is_to_take(self._registry.records.get(key), state):
+                self._start(nursery, ("state", f"{key[0]}/{key[1]}"), partial(self._state, key))
+
+    def _is_there(self, rel: str) -> bool:
+        return os.path.lexists(self._root / rel)
+
+    async def _place(self, rel: str) -> None:
+        await self._showing.place_tree(rel)
+
+    def _work_of(self, change: Change) -> _Work:
+        if change.kind == "tree":
+            return partial(self._tree, change.key, change.old, change.new)
+        if change.kind == "state" and change.step is not None:
+            return partial(self._state, change.step)
+        if change.kind == "operation":
+            return partial(self._operating.apply, change.new)
+        return self._nodes
+
+    def _start(self, nursery: trio.Nursery, name: tuple[str, str], work: _Work, tries: int = 0) -> None:
+        """Go on beside the rest."""
+
+        async def beside() -> None:
+            async with self._slots:
+                self._waiting.discard(name)
+                self._busy += 1
+                try:
+                    await self._try(name, work, tries)
+                finally:
+                    self._busy -= 1
+
+        if name not in self._waiting:  # what has not begun yet will see this too
+            self._waiting.add(name)
+            nursery.start_soon(beside)
+
+    async def _try(self, name: tuple[str, str], work: _Work, tries: int) -> None:
+        try:
+            await work()
+        except (OSError, TierfsError) as error:
+            self._fails(name, work, tries + 1, error)
+        else:
+            self._failed.pop(name, None)
+
+    def _fails(self, name: tuple[str, str], work: _Work, tries: int, error: Exception) -> None:
+        rel = name[1]
+        self._showing.cannot(rel, error)
+        if tries >= MOST_TRIES:
+            log.error("given up after %d tries: %s", tries, error, extra={"file": rel})
+            self._failed.pop(name, None)
+            return
+        pause_s = min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** (tries - 1))
+        self._failed[name] = _Failed(work, tries, trio.current_time() + pause_s, str(error))
+        self._news.set()
+
+    def _retry(self, nursery: trio.Nursery) -> None:
+        now = trio.current_time()
+        for name, failed in list(self._failed.items()):
+            if failed.due <= now:
+                failed.due = float("inf")
+                self._start(nursery, name, failed.work, failed.tries)
+
+    # --- names
+
+    async def _tree(self, rel: str, old: Seen[TreeRecord] | None, new: Seen[TreeRecord] | None) -> None:
+        """The name is brought from what it was to what it is in the catalogue now."""
+        if old is not None and old.record.file is not None:
+            self._showing.published[rel] = old.record.file.version
+        now = self._view.tree.get(rel)
+        if old is not None and (now is None or now.create_revision != old.create_revision):
+            await self._removed(rel, old)
+        if now is None:
+            self._showing.published.pop(rel, None)
+        elif now.record.node == self._node:
+            self._note_own(rel, now)
+        else:
+            await self._made(rel, old, now)
+
+    def _note_own(self, rel: str, now: Seen[TreeRecord]) -> None:
+        if now.record.file is not None:
+            self._showing.published[rel] = now.record.file.version
+        where = self._registry.names.locate(rel)
+        if where is not None and not where.inner and now.record.kind == "dir":
+            record = self._registry.at(where)
+            if record is not None:
+                self._showing.joins(where, now)
+
+    async def _made(self, rel: str, old: Seen[TreeRecord] | None, now: Seen[TreeRecord]) -> None:
+        where = self._registry.names.locate(rel)
+        if where is not None and not where.inner and now.record.kind == "dir":
+            record = self._registry.at(where)
+            joined = record.manifest.joined if record is not None else 0
+            if record is not None and joined not in (0, now.create_revision):
+                if was_renamed(self._view, rel, joined):
+                    record.manifest.joined = now.create_revision
+                    record.unsaved = True
+                else:
+                    await self._taking.removed(record.key, joined)
+        was_link = old is not None and old.record.kind == now.record.kind == "link"
+        if (
+            was_link
+            and old is not None
+            and placing.read_link(self._root, rel) == old.record.target != now.record.target
+        ):
+            placing.remove_file(self._root, rel)
+        await self._showing.place_tree(rel)
+        if now.record.kind == "dir" and old is not None and old.record.kind == "dir":
+            if _looks(old.record) != _looks(now.record) and placing.make_like(self._root, rel, now.record):
+                self._showing.tell(rel)
+        elif now.record.kind == "file" and old is not None and old.record.file is not None:
+            self._same_bytes_other_looks(rel, now.record)
+
+    def _let_go_of_link(self, rel: str, old: str, new: str) -> None:
+        if old != new and placing.read_link(self._root, rel) == old:
+            placing.remove_file(self._root, rel)
+
+    def _same_bytes_other_looks(self, rel: str, record: TreeRecord) -> None:
+        """chmod and touch of a plain file."""
+        file = record.file
+        info = placing.look(self._root, rel)
+        if file is None or info is None or not stat.S_ISREG(info.st_mode):
+            return
+        version, mark = version_at(self._root / rel)
+        if version != file.version:
+            return
+        with placing.parent_of(self._root, rel) as (directory, name):
+            if stat.S_IMODE(info.st_mode) != file.mode:
+                os.chmod(name, file.mode, dir_fd=directory)
+            if mark is None and info.st_mtime_ns != file.mtime_ns:
+                os.utime(name, ns=(info.st_atime_ns, file.mtime_ns), dir_fd=directory, follow_symlinks=False)
+        self._showing.tell(rel)
+
+    async def _removed(self, rel: str, old: Seen[TreeRecord]) -> None:
+        """Another node removed it (or this one did: then there is nothing left to do)."""
+        where = self._registry.names.locate(rel)
+        if where is not None and not where.inner and old.record.kind == "dir":
+            await self._taking.removed((where.namespace, where.step), old.create_revision)
+            if self._registry.at(where) is not None:
+                return  # another one of its name
+        info = placing.look(self._root, rel)
+        if info is None or self.made_here(rel):
+            return
+        if old.record.kind == "dir" and stat.S_ISDIR(info.st_mode):
+            self._remove_directory(rel)
+        elif old.record.kind == "link" and placing.read_link(self._root, rel) == old.record.target:
+            placing.remove_file(self._root, rel)
+        elif old.record.file is not None and stat.S_ISREG(info.st_mode):
+            if version_at(self._root / rel)[0] != old.record.file.version:
+                return  # written again since
+            placing.remove_file(self._root, rel)
+            self._showing.maker.on_replaced(info.st_ino)
+        else:
+            return
+        directory, _, name = rel.rpartition("/")
+        if name == LATEST and directory:
+            self._registry.latest.removed_by_program(directory)
+            self._registry.update_latest(directory)
+        self._showing.tell(rel)
+
+    def _remove_directory(self, rel: str) -> None:
+        self._registry.latest.clear_for_rmdir(rel)
+        try:
+            placing.remove_directory(self._root, rel)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # What is left was made here and is published anew, with its directory; or goes in a moment.
+            raise TierfsError(f"{rel} was removed by another node, but is not empty here") from None
+        self._registry.latest.removed_below(rel)
+
+    # --- steps and nodes
+
+    async def _state(self, key: Key) -> None:
+        state = self._view.states.get(key)
+        if state is None:
+            if f"{key[0]}/{key[1]}" in self._view.tree:
+                await self._taking.withdrawn(key)
+        elif self._showing.is_to_take(self._registry.records.get(key), state):
+            await self._taking.follow(key)
+        self._registry.update_latest(key[0])
+
+    async def _nodes(self) -> None:
+        """A node came or went: other steps may be readable now."""
+        for namespace in {namespace for namespace, _ in self._registry.records}:
+            self._registry.update_latest(namespace)
+
+
+def _waits_for_peers(change: Change) -> bool:
+    return change.new is not None and change.new.record.kind == "file"
+
+
+def _looks(record: TreeRecord) -> tuple[int, int, int, int]:
+    return record.mode, record.uid, record.gid, record.mtime_ns
