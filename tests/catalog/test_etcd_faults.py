@@ -119,13 +119,30 @@ async def test_a_member_that_lost_the_others_is_left_for_one_that_has_them(all_t
         assert trio.current_time() - began < _TIMEOUT_S + _SLACK_S
 
 
+async def test_without_a_majority_nothing_is_answered_until_it_is_back(all_three: Etcd) -> None:
+    async with opened(all_three.settings("minority", timeout_s=_TIMEOUT_S)) as store:
+        start = await store.put("t/1", b"")
+        async with told(store, ["t/"], from_revision=start + 1) as seen:
+            for member in all_three.members[1:]:
+                member.kill()
+            with pytest.raises(CatalogUnavailable), trio.fail_after(_BOUND_S):
+                await seen.until(start + 1)
+        for call in (store.put("t/2", b""), store.newest(["t/1"], [], newer_than=0)):
+            began = trio.current_time()
+            with pytest.raises(CatalogUnavailable):
+                await call
+            assert trio.current_time() - began < _TIMEOUT_S + _SLACK_S
+        all_three.members[1].launch()
+        await eventually(store, "t/3")
+
+
 async def test_a_frozen_etcd_is_told_within_the_timeout_and_so_is_its_watch() -> None:
     with running_etcd() as etcd:
         async with opened(etcd.settings("frozen", timeout_s=_TIMEOUT_S)) as store:
             start = await store.put("t/1", b"")
             async with told(store, ["t/"], from_revision=start + 1) as seen:
                 etcd.members[0].freeze()
-                for call in (store.put("t/2", b""), store.get("t/1"), store.keep_alive(1), store.range("t/")):
+                for call in (store.put("t/2", b""), store.get("t/1")):
                     began = trio.current_time()
                     with pytest.raises(CatalogUnavailable):
                         await call
