@@ -62,6 +62,11 @@ class Member:
         return f"{self.host}:{self.client_port}"
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None, f"etcd {self.name} does not run"
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
