@@ -171,6 +171,37 @@ async def test_another_nodes_new_generation_takes_the_old_ones_place(cluster: di
     assert c.driver.record(STEP).is_complete
 
 
+async def test_a_new_generation_of_a_step_that_nobody_looked_into(cluster: dict[str, Node]) -> None:
+    await saved(cluster)
+    c = cluster["c"]
+    async with c.running():
+        await c.caught_up()
+        await saved(cluster, seed=2, generation=2)
+        await c.caught_up()
+        record = c.driver.record(STEP)
+        assert record.is_complete and record.manifest.generation == 2 and not record.manifest.populated
+        assert names_in(c.root / STEP) == {MARKER}
+        assert (c.root / STEP / MARKER).read_bytes() == (cluster["a"].root / STEP / MARKER).read_bytes()
+        await c.showing.show(f"{STEP}/{B}")
+        assert version_at(c.root / STEP / B)[0] == version_at(cluster["b"].root / STEP / B)[0]
+
+
+async def test_additions_show_and_take_the_place_of_earlier_ones(cluster: dict[str, Node]) -> None:
+    await saved(cluster)
+    a, c = cluster["a"], cluster["c"]
+    async with c.running():
+        await c.caught_up()
+        await c.showing.show_listing(STEP)
+        for text in (b"one", b"another"):
+            path = a.root / STEP / "meta.pt"
+            path.unlink(missing_ok=True)
+            path.write_bytes(text)
+            await a.publish_part(STEP, ["meta.pt"], added=True)
+            await c.showing.show_listing(STEP)
+            assert (c.root / STEP / "meta.pt").read_bytes() == text
+        assert c.driver.record(STEP).is_complete
+
+
 async def test_a_node_that_writes_too_keeps_its_own_files_and_gets_the_others(cluster: dict[str, Node]) -> None:
     await saved(cluster)
     b = cluster["b"]

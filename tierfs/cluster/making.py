@@ -139,8 +139,9 @@ class FileMaker:
     ) -> FileEntry:
         """Give the file its name below `top`, in place of what has it; blocking for some 100 µs.
 
-        `where` is (namespace, step, path in the step). Of a tree that is built aside, to lie at `shown_at` afterwards,
-        nobody is told but by `later`, which the caller calls then. OSError (ENOSPC; NotADirectoryError), TierfsError.
+        `where` is (namespace, step, path in the step). In a tree that is built aside, to lie at `shown_at` afterwards,
+        the rest is to be done by calling what is put into `later` then. OSError (ENOSPC; NotADirectoryError),
+        TierfsError.
         """
         namespace, step, inner = where
         scratch = self._registry.tier.generations / f"{uuid.uuid4().hex}.shown"
@@ -169,18 +170,18 @@ class FileMaker:
                 )
                 make_stub(scratch, mark, mode=file.mode, uid=file.uid, gid=file.gid)
             info = scratch.lstat()
+            path = (shown_at if shown_at is not None else top) / rel
+            if mark is not None:
+                self._add_stub(info.st_ino, mark, path)  # before anybody can open it there: its holes are no data
             if before is None or before.st_ino != info.st_ino:  # rename(2) does nothing between two names of one inode
                 put(top, rel, scratch, mtime_ns=file.mtime_ns)
         finally:
             scratch.unlink(missing_ok=True)
-        path = (shown_at if shown_at is not None else top) / rel
 
         def tell() -> None:
-            if mark is not None:
-                self._add_stub(info.st_ino, mark, path)
-            elif shelved:
+            if mark is None and shelved:
                 self._copies.unshelve(key, file.version, path)
-            else:
+            elif mark is None:
                 self._copies.noted(file.version, info.st_ino, path)
             if before is not None and before.st_ino != info.st_ino:
                 self.on_replaced(before.st_ino)

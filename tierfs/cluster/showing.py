@@ -159,7 +159,7 @@ class Showing:
         if record.kind == "dir":
             made = placing.make_directory(self.root, rel, record)
             where = self.registry.names.locate(rel)
-            if where is not None and not where.inner:
+            if where is not None and not where.inner and (made or self.view.connected):
                 self.joins(where, seen)
         else:
             if placing.read_link(self.root, rel) == record.target:
@@ -269,7 +269,7 @@ class Showing:
             if files is None or self.shown(record) != shown:
                 return
             if everything:
-                names: Iterable[str] = files.files
+                names: Iterable[str] = self._names_to_look_at(record, files, is_complete=shown.is_complete)
             elif inner in files.files:
                 names = [inner]
             else:
@@ -281,9 +281,16 @@ class Showing:
             if not everything or self.registry.records.get(record.key) is not record:
                 return
             if is_fresh and not shown.is_complete:
-                self._remove_vanished(record, files)
+                await self._remove_vanished(record, files)
             if shown.is_complete and done and is_fresh and not record.manifest.populated:
                 self.populated(record, files)
+
+    def _names_to_look_at(self, record: StepRecord, files: StepFiles, *, is_complete: bool) -> Iterable[str]:
+        """Of a complete step that was shown before only additions may be others."""
+        if not is_complete or not record.manifest.populated:
+            return files.files
+        added = {inner for part in files.added.values() for inner in part}
+        return [inner for inner in files.files if inner in added or inner not in record.manifest.files]
 
     def populated(self, record: StepRecord, files: StepFiles) -> None:
         """All names of the complete step are there."""
@@ -314,6 +321,7 @@ class Showing:
                 wanted.append(inner)
         fetched = await self.maker.fetch_all([files.files[inner] for inner in wanted])
         all_made = True
+        told: set[str] = set()
         for at, inner in enumerate(wanted):
             if at % AT_ONCE == AT_ONCE - 1:
                 await trio.lowlevel.checkpoint()
@@ -321,19 +329,35 @@ class Showing:
                 return False
             # A program may have made or removed it since.
             if self._is_wanted(record, files, inner, by_force=by_force):
-                all_made &= self.place_file(record, files.files[inner], inner, fetched.get(files.files[inner].version))
+                file = files.files[inner]
+                all_made &= self.place_file(record, file, inner, fetched.get(file.version), told=told)
         return all_made
 
-    def place_file(self, record: StepRecord, file: FileRecord, inner: str, data: bytes | None) -> bool:
+    def place_file(
+        self,
+        record: StepRecord,
+        file: FileRecord,
+        inner: str,
+        data: bytes | None,
+        *,
+        told: set[str] | None = None,
+    ) -> bool:
+        """Make the file; False where that can't be done (it is logged). `told` are directories in which the kernel
+        knows already that something is new: it keeps no names that are not there, so one of many is enough."""
         rel = f"{record.rel}/{inner}"
         try:
             self._make_parents(record, inner)
+            is_new = placing.look(self.root, rel) is None
             record.manifest.files[inner] = self.maker.make(self.root, rel, file, (*record.key, inner), data)
         except (OSError, TierfsError) as error:
             self.cannot(rel, error)
             return False
         record.unsaved = True
-        self.tell(rel)
+        directory = rel.rpartition("/")[0]
+        if not is_new or told is None or directory not in told:
+            self.tell(rel)
+        if told is not None:
+            told.add(directory)
         self.registry.crash("show:made")
         return True
 
@@ -371,10 +395,16 @@ class Showing:
         parts = (*files.parts.values(), *files.added.values())
         return any(inner in part and part[inner].version == version for part in parts)
 
-    def _remove_vanished(self, record: StepRecord, files: StepFiles) -> None:
+    async def _remove_vanished(self, record: StepRecord, files: StepFiles) -> None:
         """Files of other nodes that are no longer part of the step that is being written."""
-        for inner in list(record.manifest.files):
-            if inner in files.files or inner in record.open_names() or record.is_of_old_generation(inner):
+        shown = self.shown(record)
+        gone = [inner for inner in record.manifest.files if inner not in files.files]
+        for at, inner in enumerate(gone):
+            if at % AT_ONCE == AT_ONCE - 1:
+                await trio.lowlevel.checkpoint()
+                if self.registry.records.get(record.key) is not record or self.shown(record) != shown:
+                    return
+            if inner in record.open_names() or record.is_of_old_generation(inner):
                 continue
             try:
                 version, _ = version_at(record.directory / inner)

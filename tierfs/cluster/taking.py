@@ -6,6 +6,7 @@ compared with what the catalogue says, and the manifest says `complete` only aft
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -152,7 +153,9 @@ class Taking:
         newer = current is not None or manifest.generation < state.generation
         here = await trio.to_thread.run_sync(record.scan)
         # Markers first: at no moment one stands beside files that are not its own.
-        for inner in sorted(here, key=lambda name: (self._registry.rules.match(name) is None, name)):
+        for at, inner in enumerate(sorted(here, key=lambda name: (self._registry.rules.match(name) is None, name))):
+            if at % AT_ONCE == AT_ONCE - 1:
+                await trio.lowlevel.checkpoint()
             if self._is_to_go(record, files, inner, newer=newer):
                 self._showing.remove_file(record, inner)
         self._registry.crash("take:removed")
@@ -233,12 +236,15 @@ class Taking:
             manifest.files = entries
             manifest.added = {inner for part in files.added.values() for inner in part} & entries.keys()
             manifest.bytes = sum(entry.size_bytes for entry in entries.values()) if manifest.populated else state.bytes
-            for tell in later:
-                tell()
             registry.invalidate(*record.key)
             for ino in replaced:
                 self._maker.on_replaced(ino)
             self._complete(record, state, populated=manifest.populated)
+            for at, tell in enumerate(later):
+                if at % AT_ONCE == AT_ONCE - 1:
+                    await trio.lowlevel.checkpoint()
+                with contextlib.suppress(FileNotFoundError):  # it was replaced or removed again
+                    tell()
             return True
         finally:
             registry.discard(aside)
@@ -283,6 +289,10 @@ class Taking:
         registry.crash("take:saved")
         if old_directory is not None:
             registry.discard(old_directory)
+        if populated:
+            registry.checksum_soon(
+                record, {inner for inner, entry in manifest.files.items() if entry.sealed and entry.checksum is None}
+            )
         registry.clear_problems(record.rel)
         registry.lines.write(
             manifest.namespace,
