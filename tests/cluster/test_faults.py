@@ -27,7 +27,7 @@ from rig.plain_steps import check_step, write_marker
 from rig.ranks import Job, RankFailed, run_ranks
 
 pytestmark = pytest.mark.alone
-SIZE = 32 * MIB
+SIZE = 16 * MIB
 SIZES = [4 * MIB, 3 * MIB, 400_000, 2 * MIB]
 COLLECTIVE_S = 20.0
 

@@ -27,7 +27,7 @@ from rig.plain_steps import MARKER, check_step, content, shard_names, write_mark
 from rig.ranks import run_ranks
 
 pytestmark = pytest.mark.alone
-SIZE = 24 * MIB
+SIZE = 12 * MIB
 SIZES = [5 * MIB, 3 * MIB, 300_000, 2 * MIB, 700]
 
 

@@ -14,7 +14,7 @@ from rig.cluster_steps import latest, on_each, soon, sums, wait_latest
 from rig.ranks import run_ranks
 
 pytestmark = pytest.mark.alone
-SIZE = 24 * MIB
+SIZE = 12 * MIB
 
 
 def test_four_nodes_save_as_one_and_any_number_of_them_load(nodes: Cluster, run: str) -> None:

@@ -14,9 +14,8 @@ from rig.ranks import Rank, Seat, Table
 
 
 def seats(nodes: Sequence[Node], *, collective_timeout_s: float = 60) -> Table:
-    """One rank a node, which meet at the first."""
-    places = [Seat(node.host.namespace, node.mountpoint) for node in nodes]
-    return Table(places, nodes[0].host.address, collective_timeout_s)
+    """One rank a node."""
+    return Table([Seat(node.host.namespace, node.mountpoint) for node in nodes], collective_timeout_s)
 
 
 def save_steps(rank: Rank, directory: str, seeds: Sequence[int], size_bytes: int) -> list[float]:

@@ -7,7 +7,6 @@ The forking process never touches a checkpoint: who took part in a save are the 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import signal
@@ -24,8 +23,6 @@ from typing import Any
 from rig.network import enter
 
 COLLECTIVE_TIMEOUT_S = 60
-#: Where the ranks of a job meet; each job of a process has another port, since a killed one may still hold its own.
-_ports = itertools.count(29_500)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"]
@@ -43,10 +40,9 @@ class Seat:
 
 @dataclass(frozen=True)
 class Table:
-    """The seats of a job's ranks, and the address (of the first) where they meet."""
+    """The seats of a job's ranks. They meet by a file, as ranks without seats do; all else goes over their network."""
 
     seats: Sequence[Seat]
-    master: str
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
 
 
@@ -81,10 +77,12 @@ class Job:
         self._pipes: list[Connection] = []
         self._answers: dict[int, tuple[str, Any]] = {}
         self._events: list[Any] = []
-        meet = f"tcp://{table.master}:{next(_ports)}" if table else f"file://{self._directory.name}/store"
         for rank in range(world):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_run_rank, args=(theirs, function, rank, world, meet, table, arguments))
+            process = _context.Process(
+                target=_run_rank,
+                args=(theirs, function, rank, world, f"{self._directory.name}/store", table, arguments),
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -158,7 +156,7 @@ def _run_rank(
     function: Callable[..., Any],
     number: int,
     world: int,
-    meet: str,
+    store: str,
     table: Table | None,
     arguments: tuple[Any, ...],
 ) -> None:
@@ -178,7 +176,7 @@ def _run_rank(
     try:
         dist.init_process_group(
             "gloo",
-            init_method=meet,
+            init_method=f"file://{store}",
             rank=number,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
