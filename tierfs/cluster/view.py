@@ -67,6 +67,8 @@ class View:
         #: Up to where each kind was read the last time: what a watch tells of before is older than what is here.
         self._read_at: dict[str, int] = {}
         self._told_loss = False
+        #: A revision that the catalogue was seen to have, so the watch has to tell it.
+        self._owed = 0
 
     # --- following the catalogue
 
@@ -122,6 +124,7 @@ class View:
             except CatalogError:
                 self.doubt()
                 return False
+            self._owed = max(self._owed, newest)
             while self.connected and self.revision < newest:
                 await self._waiting.park()
             return self.connected
@@ -204,7 +207,7 @@ class View:
         changes = await self._tables.differences(values)
         self._read_at = read_at
         self._apply(changes)
-        self.connected, self._told_loss = True, False
+        self.connected, self._told_loss, self._owed = True, False, 0
         self._doubted = trio.Event()
         await self._tell(changes)
         self.revision = read_at["state"]
@@ -286,13 +289,14 @@ class View:
                 changes += [change] if change is not None else []
                 continue
             old = self._tables.seen(place)
-            self.damaged.discard(event.key)
             if old is not None and batch.revision > read_at and old.mod_revision <= batch.revision:
-                if event.key in put and put[event.key].mod_revision > read_at:
-                    # What it was at last: a node says that it leaves before it does.
-                    before = self._tables.compared(place, put[event.key])
-                    old = before.new or old if before is not None else old
+                # What it was at last is told too: a node says that it leaves before it does.
+                before = self._tables.compared(place, put[event.key]) if event.key in put else None
+                if before is not None and before.new is not None and before.new.mod_revision > read_at:
+                    changes.append(before)
+                    old = before.new
                 changes.append(Change(place.kind, place.name, old, None, place.step))
+            self.damaged.discard(event.key)
         self._apply(changes)
         await self._tell(changes)
         self.revision = max(self.revision, batch.revision)
@@ -304,7 +308,7 @@ class View:
             with trio.move_on_after(random.uniform(PROBE_S / 2, PROBE_S)):
                 await self._doubted.wait()
             self._doubted = trio.Event()
-            newest = await self._newest((keys.CLUSTER,), (keys.NODES, keys.STATES))
+            newest = max(self._owed, await self._newest((keys.CLUSTER,), (keys.NODES, keys.STATES)))
             with trio.move_on_after(LAG_S):
                 while self.revision < newest:
                     await self._waiting.park()
