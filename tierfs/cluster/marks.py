@@ -31,6 +31,9 @@ class Marks:
     def __len__(self) -> int:
         return len(self._dirty) + len(self._flying)
 
+    def has(self, mark: Mark) -> bool:
+        return mark in self._dirty or mark in self._flying
+
     def add(self, *marks: Mark) -> None:
         for mark in marks:
             self._serial += 1

@@ -66,6 +66,8 @@ class Publisher:
         self.on_withdrawn: Callable[[StepRecord], None] = lambda record: None
         #: Make the commit of a step that is complete here and unknown there (`Agreement.commit_complete`).
         self.commit: Callable[[StepRecord], Awaitable[None]] = _no_commit
+        #: A file that a program removed from a step (`Removing.is_removed`).
+        self.is_removed_inside: Callable[[Key, str], bool] = lambda key, inner: False
         #: Files (and their sizes) that came into a step with its directory's rename: it is not whole without them.
         self.expected: dict[Key, dict[str, int]] = {}
         #: The step is about to be complete here, as the catalogue says already (`Agreement.is_completing`).
@@ -82,6 +84,10 @@ class Publisher:
     def changed(self, record: StepRecord) -> None:
         """What this node has of the step may be another."""
         self._marks.add(("step", *record.key))
+
+    def owes(self, key: Key) -> None:
+        """The same of a step that has no record (yet)."""
+        self._marks.add(("step", *key))
 
     def opened(self, rel: str, ino: int) -> None:
         """A file was opened for writing (after `withdraw`, or made)."""
@@ -183,6 +189,20 @@ class Publisher:
             return []
         message = f"the catalogue can't be reached; {self.pending} changes are published once it can"
         return [{"severity": "warning", "message": message, "path": ""}]
+
+    def is_removed_here(self, rel: str) -> bool:
+        """A program removed it here, and the catalogue does not know yet: it is not to be shown again."""
+        where = self.registry.names.locate(rel)
+        if where is not None:
+            if self.journal.at(where.step_rel, "step"):
+                return self.registry.at(where) is None
+            if where.inner and self.is_removed_inside((where.namespace, where.step), where.inner):
+                return True
+        return bool(self.journal.at(rel, "path")) and not (self.registry.root / rel).exists()
+
+    def is_made_here(self, rel: str) -> bool:
+        """A program made it here, and the catalogue does not know yet."""
+        return rel in self.names.made or self._marks.has(("path", rel))
 
     async def flush(self, key: Key | None, *, within_s: float) -> bool:
         """Until what was marked before this call (of that step) is published; False where it takes longer."""
@@ -386,7 +406,7 @@ class Publisher:
                 raise TryAgain(f"{rel} can't be looked up in the catalogue")
             seen = self.view.tree.get(rel)
             if (seen.create_revision if seen is not None else 0) != manifest.joined:
-                if self._is_being_renamed(rel):
+                if self._is_being_renamed(rel, manifest.joined):
                     if seen is None:
                         raise TryAgain(f"{rel} is being renamed")
                     manifest.joined = seen.create_revision
@@ -396,12 +416,12 @@ class Publisher:
         record.unsaved = True
         return True
 
-    def _is_being_renamed(self, rel: str) -> bool:
-        """A rename in the catalogue is of that step, or of a directory above it: its directory has a new key."""
+    def _is_being_renamed(self, rel: str, joined: int) -> bool:
+        """A rename of that step, or of a directory above it, came after its directory: that has a new key."""
         return any(
             f"{rel}/".startswith((f"{seen.record.path}/", f"{seen.record.target}/"))
             for seen in self.view.operations.values()
-            if seen.record.kind == "rename"
+            if seen.record.kind == "rename" and seen.mod_revision > joined
         )
 
     def compares(self, record: StepRecord, seen: Seen[StepState] | None) -> list[Compare]:

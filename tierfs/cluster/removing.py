@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
-import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,12 @@ import trio
 
 from tierfs.catalog.keys import operation_key, parts_prefix, state_key
 from tierfs.catalog.records import FileRecord, Operation, Part, StepState, from_bytes, to_bytes
-from tierfs.catalog.store import Compare, Delete, Put
+from tierfs.catalog.store import Compare, Delete, KeyStore, Put
+from tierfs.cluster.moving import Moving, put_operation
 from tierfs.cluster.publishing import Publisher, writing_generation
 from tierfs.cluster.step_files import is_shard
 from tierfs.cluster.tree_names import TryAgain
+from tierfs.cluster.versions import read_version
 from tierfs.errors import CatalogError, CatalogUnavailable
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
@@ -48,16 +50,20 @@ _PAGES_AT_ONCE = 3
 class Removing:
     """Used from the trio thread."""
 
-    def __init__(self, registry: StepRegistry, view: View, publisher: Publisher) -> None:
+    def __init__(self, registry: StepRegistry, store: KeyStore, view: View, publisher: Publisher, node: str) -> None:
         self.registry, self.view, self.publisher = registry, view, publisher
-        self.store, self.node = publisher.store, publisher.node
+        self.store, self.node = store, node
+        self._moving = Moving(registry, view, publisher)
+        self._owed = list[Operation]()
+        publisher.is_removed_inside = self.is_removed
         self._removed: dict[Key, set[str]] = {}
         self._told: dict[Key, set[str]] = {}
         self._due: dict[Key, float] = {}
         self._wake = trio.Event()
 
-    def unlinked(self, rel: str) -> None:
-        """A program removed a file (or a directory) inside a step."""
+    def gone(self, rel: str) -> None:
+        """A program removed the name; of a step's directory see `Publisher.removed`. OSError (the journal)."""
+        self.publisher.gone(rel)
         where = self.registry.names.locate(rel)
         if where is None or not where.inner:
             return
@@ -66,15 +72,34 @@ class Removing:
         self._due[key] = trio.current_time() + SETTLE_S
         self._wake.set()
 
+    async def before_move(self, old: str, new: str) -> None:
+        """See `Cluster.before_move`."""
+        await self._moving.before_move(old, new)
+
+    def moved(self, old: str, new: str) -> None:
+        """See `Cluster.moved`. OSError (the journal)."""
+        path = self.registry.root / new
+        try:
+            info = path.lstat()
+            if stat.S_ISDIR(info.st_mode):
+                self._moving.moved(old, new)
+                return
+            version = read_version(path) if stat.S_ISREG(info.st_mode) else None
+        except FileNotFoundError:
+            return
+        self.publisher.gone(old)
+        target = self.registry.names.locate(new)
+        if version is not None and target is not None and not version.startswith(f"{self.node}/"):
+            # Whoever wrote it lists it in his part of the step.
+            self._owed.append(Operation("rename", self.node, old, new, version, time.time()))
+            self._wake.set()
+        self.publisher.tree_changed(new)
+        if target is not None and target.inner:
+            self.publisher.owes((target.namespace, target.step))
+
     def is_removed(self, key: Key, inner: str) -> bool:
         """The name was removed here, and the catalogue may not know yet: it is not to be shown again."""
         return inner in self._removed.get(key, ())
-
-    def made(self, rel: str) -> None:
-        """A program made the name (again)."""
-        where = self.registry.names.locate(rel)
-        if where is not None:
-            self._removed.get((where.namespace, where.step), set()).discard(where.inner)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled."""
@@ -83,6 +108,7 @@ class Removing:
         while True:
             wake = self._wake = trio.Event()
             if self.view.connected:
+                await self._put_owed()
                 for key in [key for key, due in self._due.items() if due <= trio.current_time()]:
                     await self._tell(key)
                 if sweep_at <= trio.current_time():
@@ -91,6 +117,17 @@ class Removing:
             next_at = min([sweep_at, *self._due.values()])
             with trio.move_on_after(max(SETTLE_S / 3, next_at - trio.current_time())):
                 await wake.wait()
+
+    async def _put_owed(self) -> None:
+        try:
+            for entry in self.publisher.journal:
+                if entry.kind == "rename" and entry.id not in self._moving.begun:
+                    await self._moving.finish(entry)
+            while self._owed:
+                await self.store.txn([], [put_operation(self._owed[0])])
+                del self._owed[0]
+        except (CatalogError, TryAgain, OSError) as error:
+            log.info("what was renamed here is told to others later: %s", error)
 
     async def _tell(self, key: Key) -> None:
         del self._due[key]
@@ -222,10 +259,6 @@ class Removing:
                 await self.store.txn([], [Delete(operation_key(name)) for name in old[at : at + _OPERATIONS_AT_ONCE]])
         except CatalogError as error:
             log.debug("operations stay in the catalogue for now: %s", error)
-
-
-def put_operation(operation: Operation) -> Put:
-    return Put(operation_key(uuid.uuid4().hex), to_bytes(operation))
 
 
 def _is_over(operation: Operation, node: str, before: float) -> bool:

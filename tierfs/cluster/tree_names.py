@@ -252,8 +252,8 @@ class TreeNames:
             file = self._files.describe(path, None)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if file is None or file.node != self.node:
-            return None
+        if file is None or (file.node != self.node and rel in self._view.tree):
+            return None  # another node's: its own to tell, unless it got its name here
         return TreeRecord("file", self.node, file.mode, file.uid, file.gid, file.mtime_ns, file=file)
 
 
