@@ -79,7 +79,10 @@ async def test_wrong_bytes_are_never_a_copy_and_another_holder_has_the_right_one
         await eventually(lambda: set(all_nodes.held()) == {"a", "b", "c"})
 
 
-async def test_what_was_written_again_or_removed_leaves_no_copy(tmp_path: Path) -> None:
+async def test_what_was_written_again_or_removed_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "ASK_AFTER_S", 0.05)
     async with cluster(tmp_path, with_replication()) as all_nodes:
         a, b = await two(all_nodes)
         first = a.write("a.distcp", DATA[:MIB])

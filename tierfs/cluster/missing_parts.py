@@ -44,6 +44,7 @@ class Missing:
     size_bytes: int
     generation: int
     holders: tuple[str, ...]
+    is_of_newest: bool = True  # of the steps of its namespace
 
     @property
     def place(self) -> tuple[Key, str, str]:
@@ -72,6 +73,8 @@ class MissingParts:
         self._after_s = after_s
         self._wake = wake
         self._has_begun = False
+        #: The object tier has the step. Then only the newest gets its copies back: a restart would load that one.
+        self.is_persisted: Callable[[Key], bool] = lambda key: False
         #: Just committed: the partners whose parts have to be here.
         self._fresh: dict[Key, set[str]] = {}
         #: When the step's copies are counted, by trio.current_time().
@@ -110,11 +113,7 @@ class MissingParts:
     def expected_bytes(self, namespace: str, authors: Collection[str]) -> int:
         """What the authors' parts of the namespace's next step will need, if they are as large as the last ones."""
         sizes = self._bytes.get(namespace, {})
-        newest = max(
-            (seen.record for key, seen in self._view.states.items() if key[0] == namespace),
-            key=lambda state: state.completed_at,
-            default=None,
-        )
+        newest = self._newest(namespace)
         total = 0
         for author in authors:
             if author in sizes:
@@ -122,6 +121,13 @@ class MissingParts:
             elif newest is not None and newest.files:
                 total += newest.bytes * newest.parts.get(author, 0) // newest.files
         return total
+
+    def _newest(self, namespace: str) -> StepState | None:
+        return max(
+            (seen.record for key, seen in self._view.states.items() if key[0] == namespace),
+            key=lambda state: state.completed_at,
+            default=None,
+        )
 
     async def plan(self, key: Key) -> list[Missing]:
         """What is to be fetched. CatalogError: it stays due."""
@@ -154,6 +160,9 @@ class MissingParts:
 
     async def _too_few(self, key: Key, state: StepState) -> list[Missing]:
         self._look_at.pop(key, None)
+        is_newest = self._newest(key[0]) is state
+        if not is_newest and self.is_persisted(key):
+            return []
         try:
             files = await self._view.files(key, state.generation)
             holdings = await self._view.holdings(key)
@@ -183,7 +192,7 @@ class MissingParts:
                 if others:
                     nodes = _ordered(file, author, *sorted(others, key=self._groups.is_draining))
                     at = tuple(node for node in nodes if node in others)
-                    found.append(_missing(key, state, author, inner, file, at))
+                    found.append(_missing(key, state, author, inner, file, at, is_of_newest=is_newest))
         return found
 
     async def _not_here(self, files: Files) -> list[tuple[str, FileRecord]]:
@@ -243,9 +252,16 @@ class MissingParts:
 
 
 def _missing(
-    key: Key, state: StepState, author: str, inner: str, file: FileRecord, holders: tuple[str, ...]
+    key: Key,
+    state: StepState,
+    author: str,
+    inner: str,
+    file: FileRecord,
+    holders: tuple[str, ...],
+    *,
+    is_of_newest: bool = True,
 ) -> Missing:
-    return Missing(key, author, inner, file.version, file.size_bytes, state.generation, holders)
+    return Missing(key, author, inner, file.version, file.size_bytes, state.generation, holders, is_of_newest)
 
 
 def _ordered(file: FileRecord, *nodes: str) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ ATTEMPTS = 4
 #: So many holders in a row, or one so often.
 MOST_MISMATCHES = 3
 #: A growing file without news for so long is asked for: its name may be gone.
-ASK_AFTER_S = 5.0
+ASK_AFTER_S = 2.0
 #: Between attempts that failed.
 PAUSE_S = 0.2
 MOST_PAUSE_S = 2.0
@@ -92,16 +92,24 @@ class Means:
 class FilePull:
     """`holders` tells, each time it is asked, who may have the file now, the best first.
 
-    `version` is the growing name until `seal`. `run` returns once the file is on the shelf (True), or is given up or
-    dropped (False); nothing of it is left then.
+    With `may_evict` old steps that retention lets go make way for it. `version` is the growing name until `seal`.
+    `run` returns once the file is on the shelf (True), or is given up or dropped (False); nothing of it is left then.
     """
 
     def __init__(
-        self, means: Means, key: Key, inner: str, version: str, holders: Callable[[FilePull], Sequence[str]]
+        self,
+        means: Means,
+        key: Key,
+        inner: str,
+        version: str,
+        holders: Callable[[FilePull], Sequence[str]],
+        *,
+        may_evict: bool = True,
     ) -> None:
         self.key = key
         self.inner = inner
         self.version = version
+        self.may_evict = may_evict
         self.pieces = Pieces()
         self._means = means
         self._holders = holders
@@ -307,7 +315,7 @@ class FilePull:
         if start < end:
             whole = self.pieces.size_bytes - self._given.total()
             needed = whole if self.pieces.sealed else room.promised_to(self) + end - start
-            await room.promise(self, needed, for_step=self.key)
+            await room.promise(self, needed, for_step=self.key, may_evict=self.may_evict)
             await room.give(self, self._fd, start, end)
             self._given[piece.chunk] = end - piece.chunk * CHUNK_BYTES
         if end > self._length:  # memory beyond the end can't be mapped

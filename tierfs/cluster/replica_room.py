@@ -6,7 +6,7 @@ retention lets go make way for it, and nothing else does. Where that is not enou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import trio
 
@@ -19,13 +19,10 @@ _LOOK_AGAIN_S = 0.005
 
 
 class ReplicaRoom:
-    """`drop_stale(wanted_bytes)` frees copies that nobody needs any more; it returns how many bytes that gives."""
-
     def __init__(self, registry: StepRegistry) -> None:
         self._registry = registry
         self._tier = registry.tier
         self._promised: dict[Hashable, int] = {}
-        self.drop_stale: Callable[[int], int] = lambda wanted_bytes: 0
 
     @property
     def free_bytes(self) -> int:
@@ -42,11 +39,14 @@ class ReplicaRoom:
     def promised_to(self, owner: Hashable) -> int:
         return self._promised.get(owner, 0)
 
-    async def promise(self, owner: Hashable, needed_bytes: int, *, for_step: Key) -> None:
-        """`owner` needs so many bytes from now on, in all. NoRoom: what it had promised before stays so."""
+    async def promise(self, owner: Hashable, needed_bytes: int, *, for_step: Key, may_evict: bool = True) -> None:
+        """`owner` needs so many bytes from now on, in all. NoRoom: what it had promised before stays so.
+
+        An old step's replica shall not evict another old step: it takes free room only (`may_evict` is False).
+        """
         more = needed_bytes - self._promised.get(owner, 0)
         if more > 0 and self.free_bytes < more:
-            await self._make_room(more, for_step)
+            await self._make_room(more, for_step, may_evict=may_evict)
             # What was promised to others meanwhile counts too; to this owner nothing was.
             free = self.free_bytes
             if free < more:
@@ -75,15 +75,12 @@ class ReplicaRoom:
     def release(self, owner: Hashable) -> None:
         self._promised.pop(owner, None)
 
-    async def _make_room(self, more: int, for_step: Key) -> None:
+    async def _make_room(self, more: int, for_step: Key, *, may_evict: bool) -> None:
         def lacking() -> int:
             return more - self.free_bytes
 
-        is_coming = self.drop_stale(lacking()) > 0
-        if lacking() <= 0:
-            return
         sparing = self._registry.records.get(for_step)
-        if not self._registry.make_room(lacking(), sparing=sparing) and not is_coming:
+        if not may_evict or not self._registry.make_room(lacking(), sparing=sparing):
             return
         began = trio.current_time()
         while lacking() > 0:

@@ -25,6 +25,7 @@ from tierfs.cluster.part_files import PartFiles
 from tierfs.cluster.pulling import FilePull, Means, Streams, let_go
 from tierfs.cluster.replica_room import ReplicaRoom
 from tierfs.cluster.view import Change, View
+from tierfs.cluster.waiting import CopyWaits
 from tierfs.errors import CatalogError, NoRoom, PathRefused, PeerError, RecordDamaged, TierfsError
 from tierfs.steps.names import safe_component, safe_relative, unescape_namespace
 from tierfs.steps.registry import Key, StepRegistry
@@ -42,9 +43,6 @@ MOST_PAUSE_S = 3.0
 NO_ROOM_PAUSE_S = 1.0
 #: Shelved files of a step that the catalogue does not have go after so long: it may be about to be published.
 ORPHAN_AFTER_S = 60.0
-#: Who waits for copies asks so often.
-ASK_EVERY_S = 0.02
-MOST_ASK_EVERY_S = 0.2
 _BOUND_S = 3600.0
 
 #: A file's place: its step, the node it comes from, the path in the step.
@@ -87,9 +85,12 @@ class Replicator:
         settings = registry.settings
         self.groups = Groups(view, settings, node)
         self.room = ReplicaRoom(registry)
+        waits = CopyWaits(view, peers, copies, self.groups, node)
+        self.wait_replicated, self.wait_file = waits.wait_replicated, waits.wait_file
         self._missing = MissingParts(
             view, self.groups, parts, copies, node, after_s=settings.replication.after_s, wake=self._plan_soon
         )
+        self._missing.is_persisted = self._is_persisted
         self._means = Means(peers, copies, self.room, Streams(settings.peer.streams), registry.tier.trim)
         self._pulls: dict[_Place, FilePull] = {}
         self._brought: dict[Key, dict[tuple[str, str], _Brought]] = {}
@@ -229,7 +230,9 @@ class Replicator:
 
     # --- pulls
 
-    def _begin(self, place: _Place, version: str, generation: int, holders: Sequence[str] = ()) -> FilePull:
+    def _begin(
+        self, place: _Place, version: str, generation: int, holders: Sequence[str] = (), *, may_evict: bool = True
+    ) -> FilePull:
         key, author, inner = place
 
         def may_have(pull: FilePull) -> list[str]:
@@ -238,7 +241,7 @@ class Replicator:
                 nodes += self.groups.partners(author, self.groups.replicas(key[0]))
             return [node for node in dict.fromkeys(nodes) if node in self._view.nodes and node != self._node]
 
-        pull = self._pulls[place] = FilePull(self._means, key, inner, version, may_have)
+        pull = self._pulls[place] = FilePull(self._means, key, inner, version, may_have, may_evict=may_evict)
         assert self._nursery is not None
         self._nursery.start_soon(self._bring, place, pull, generation, holders)
         return pull
@@ -262,7 +265,9 @@ class Replicator:
             self._came(place, pull.version, generation)
         elif is_current and lacks_room and pull.pieces.sealed:
             size = pull.pieces.size_bytes
-            self._wanted[place] = Missing(key, author, inner, pull.version, size, generation, tuple(holders))
+            self._wanted[place] = Missing(
+                key, author, inner, pull.version, size, generation, tuple(holders), pull.may_evict
+            )
         elif is_current:
             self._missing.again(key, NO_ROOM_PAUSE_S)
         self._plan_soon()
@@ -343,7 +348,9 @@ class Replicator:
             if (other := self._pulls.pop(place, None)) is not None:
                 other.drop()
             self._planned[place] = missing
-            pull = self._begin(place, missing.version, missing.generation, missing.holders)
+            pull = self._begin(
+                place, missing.version, missing.generation, missing.holders, may_evict=missing.is_of_newest
+            )
             pull.seal(missing.version, missing.size_bytes)
 
     def _newest_first(self, missing: Missing) -> tuple[float, int, str]:
@@ -443,58 +450,6 @@ class Replicator:
             for step in os.scandir(namespace.path):
                 yield name, step.name
 
-    # --- waiting for copies
-
-    async def wait_replicated(self, key: Key, generation: int) -> None:
-        """Until the generation is replicated, another one is complete, the step is gone, or nobody could hold it.
-
-        Not bounded in time: who waits is. Where the step is not complete yet, that is waited for too.
-        """
-
-        def is_over() -> bool:
-            state = self._view.states.get(key)
-            if not self.has_partners(key[0]):
-                return True
-            if state is None:
-                return "/".join(key) not in self._view.tree and self._view.connected
-            if state.record.generation != generation:
-                return state.record.generation > generation
-            return state.record.level == "replicated"
-
-        while not await self._view.until(is_over, within_s=_BOUND_S):
-            pass
-
-    async def wait_file(self, namespace: str, version: str) -> None:
-        """Until the partners hold the sealed file, whole and verified, or it is no longer here.
-
-        They are asked, again and again, while somebody waits (fsync); that costs them a look at a table. Not
-        bounded in time: who waits is.
-        """
-        holding: set[str] = set()
-        pause = ASK_EVERY_S
-        while self._copies.has(version):
-            partners = set(self.groups.partners(self._node, self.groups.replicas(namespace))) - {self._node}
-            waiting_for = partners - holding
-            if not waiting_for:
-                return
-            async with trio.open_nursery() as nursery:
-                for partner in sorted(waiting_for):
-                    nursery.start_soon(self._ask_holder, partner, version, holding)
-            if partners - holding:
-                await trio.sleep(pause)
-                pause = min(1.5 * pause, MOST_ASK_EVERY_S)
-
-    async def _ask_holder(self, partner: str, version: str, holding: set[str]) -> None:
-        try:
-            await self._peers.checksum(partner, version)
-            holding.add(partner)
-        except PeerError as error:
-            log.debug("%s does not hold %s yet: %s", partner, version, error)
-
-    def has_partners(self, namespace: str) -> bool:
-        """Other nodes are there to hold copies of what this node writes."""
-        return bool(set(self.groups.partners(self._node, self.groups.replicas(namespace))) - {self._node})
-
     # --- accounting
 
     def room_needed_for_replicas(self, namespace: str) -> int:
@@ -506,6 +461,10 @@ class Replicator:
         missing = sum(pull.pieces.missing_bytes for pull in pulls)
         missing += sum(each.size_bytes for each in self._wanted.values())
         return ReplicationState(len(pulls), missing, len(self._not_before))
+
+    def _is_persisted(self, key: Key) -> bool:
+        record = self._registry.records.get(key)
+        return record is not None and record.is_persisted
 
     def _extra(self, key: Key, inner: str = "") -> dict[str, Any]:
         return {"namespace": key[0], "step": key[1], "file": inner, "tier": "ram"}
