@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from catalog.targets import told
-from rig.etcd_server import Etcd, running_etcd
+from rig.etcd_server import PASSWORD, USER, Etcd, running_etcd
+from tierfs.catalog.etcd import EtcdStore
 from tierfs.catalog.opening import open_store
 from tierfs.catalog.store import Compare, KeyStore, Put
 from tierfs.errors import CatalogDenied, CatalogError, CatalogUnavailable, SettingsError
@@ -23,7 +24,7 @@ _BOUND_S = 30.0
 
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[KeyStore]:
-    store = open_store(settings)
+    store = EtcdStore(settings, first=0)
     try:
         yield store
     finally:
@@ -182,6 +183,10 @@ async def test_tls_and_a_password_are_asked_for_and_the_token_is_renewed() -> No
         async with opened(settings) as store:
             start = await store.put("t/1", b"")
             async with told(store, ["t/"], from_revision=start) as seen:
+                assert [event.key for event in await seen.until(start)] == ["t/1"]
+                # Whose password is set anew needs a new token; the watch goes on.
+                etcd.control("user", "passwd", USER, "--interactive=false", given=f"{PASSWORD}\n")
+                start = await store.put("t/1", b"again")
                 assert [event.key for event in await seen.until(start)] == ["t/1"]
             # A restart forgets all tokens: a call, and a watch, get a new one without anybody noticing.
             etcd.restart()

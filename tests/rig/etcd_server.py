@@ -29,7 +29,7 @@ _START_S = 30.0
 _PORTS = range(20_000, 30_000)
 #: In a namespace of its own each member has etcd's own ports.
 _CLIENT_PORT, _PEER_PORT = 2379, 2380
-USER, PASSWORD = "tierfs", "a password"
+USER, PASSWORD = "tierfs", "pass-$word:é"
 _ROOT_PASSWORD = "root's password"
 
 
@@ -168,14 +168,15 @@ class Etcd:
                 return next(member for member in self.members if member.endpoint == told["Endpoint"])
         raise AssertionError("etcd has no leader")
 
-    def control(self, *arguments: str, member: Member | None = None) -> str:
-        """What `etcdctl` prints, asked as root."""
+    def control(self, *arguments: str, member: Member | None = None, given: str = "") -> str:
+        """What `etcdctl` prints, asked as root and given this at its standard input."""
         asked = member or self.members[0]
         inside = ["ip", "netns", "exec", asked.namespace] if asked.namespace else []
         endpoints = ",".join(each.endpoint for each in ([member] if member else self.members))
         done = subprocess.run(
             [*inside, "etcdctl", f"--endpoints={endpoints}", *self._control, *arguments],
             env={"PATH": os.environ["PATH"], "ETCDCTL_API": "3"},
+            input=given,
             capture_output=True,
             text=True,
             timeout=20,

@@ -6,6 +6,7 @@ lie below `tierfs/NAME/`, NAME being the cluster's. Keys are bytes there; names 
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -39,9 +40,10 @@ _ANSWER_SHARE = 0.8
 
 
 class EtcdStore:
-    """Nothing is asked before the first call."""
+    """Nothing is asked before the first call. `first` is which member is asked first; by chance where it is None, so
+    that not all nodes have their watches at the same one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, first: int | None = None) -> None:
         self.traffic = Traffic()
         self._endpoints = settings.catalog.removeprefix(SCHEME).split(",")
         self._base = f"tierfs/{settings.cluster.name}/"
@@ -51,7 +53,7 @@ class EtcdStore:
         self._tls = (settings.etcd.ca, settings.etcd.key, settings.etcd.cert)
         self._credentials: Credentials | None = None
         self._connection: Connection | None = None
-        self._next_endpoint = 0
+        self._next_endpoint = random.randrange(len(self._endpoints)) if first is None else first
         self._connecting = trio.Lock()
         self._closed = False
         if self._user and self._password_file is None:
@@ -227,20 +229,21 @@ class EtcdStore:
             share = _ANSWER_SHARE
             if method.repeatable and len(self._endpoints) > 1:
                 share /= 2  # so that another member can still answer
+            token = connection.token
             try:
                 return await connection.call(method, request, within_s=left_s * share)
             except Refused as refused:
                 again = refused.is_no_leader or (method.repeatable and (refused.is_connection or refused.is_timeout))
                 if refused.is_token and self._user and not token_was_renewed:
                     token_was_renewed = again = True
-                    self._drop(connection, stay=True)
+                    await self._renew_token(connection, token, deadline)
                 elif refused.is_connection:
                     self._drop(connection)
                 elif refused.is_timeout:
                     await self._probe(connection)
                 if not again or deadline - trio.current_time() < self.timeout_s * (1 - _ANSWER_SHARE):
                     raise error_of(refused) from None
-                if not token_was_renewed:
+                if not refused.is_token:
                     await trio.sleep(_PAUSE_S)
 
     async def _probe(self, connection: Connection) -> None:
@@ -279,7 +282,8 @@ class EtcdStore:
             try:
                 await self._authenticate(connection, within_s)
                 if await _has_leader(connection, within_s):
-                    self._connection = connection
+                    if not self._closed:
+                        self._connection = connection
                     return
                 is_electing = True
             except Refused as refused:
@@ -307,13 +311,22 @@ class EtcdStore:
         request = messages.AuthenticateRequest(name=self._user, password=password)
         connection.token = (await connection.call(messages.AUTHENTICATE, request, within_s=within_s)).token
 
-    def _drop(self, connection: Connection, *, stay: bool = False) -> None:
-        """Its watches end too. `stay`: the same member is connected to next."""
+    async def _renew_token(self, connection: Connection, refused: str, deadline: float) -> None:
+        """Unless another call has done it meanwhile. Watches go on."""
+        with trio.move_on_at(deadline):
+            async with self._connecting:
+                if connection.token == refused:
+                    try:
+                        await self._authenticate(connection, max(deadline - trio.current_time(), 0.05))
+                    except Refused as again:
+                        raise error_of(again) from None
+
+    def _drop(self, connection: Connection) -> None:
+        """Its watches end too."""
         if connection is self._connection:
             self._connection = None
             self._credentials = None  # certificates are renewed by others
-            if not stay:
-                self._next_endpoint += 1
+            self._next_endpoint += 1
         connection.close()
 
     # ---- names -----------------------------------------------------------------------------------------------------

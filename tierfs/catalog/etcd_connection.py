@@ -15,7 +15,7 @@ import grpc  # type: ignore[import-untyped]
 import trio
 
 from tierfs.catalog.etcd_errors import Refused
-from tierfs.catalog.etcd_messages import WATCH, Method
+from tierfs.catalog.etcd_messages import AUTHENTICATE, WATCH, Method
 
 #: gRPC ends a call at its deadline itself; this much later it is given up without its word.
 _GRACE_S = 1.0
@@ -73,7 +73,7 @@ class Connection:
             method.path, request_serializer=self._sent, response_deserializer=self._received(method)
         )
         try:
-            future = start.future(request, timeout=within_s, metadata=self._metadata())
+            future = start.future(request, timeout=within_s, metadata=self._metadata(method))
         except ValueError:  # closed meanwhile
             raise self._lost(method) from None
         try:
@@ -99,14 +99,16 @@ class Connection:
         )
         ended = threading.Event()
         try:
-            call = start(_one_then_wait(request, ended), metadata=self._metadata())
+            call = start(_one_then_wait(request, ended), metadata=self._metadata(WATCH))
         except ValueError:
             raise self._lost(WATCH) from None
         return WatchStream(call, ended, self.endpoint, read)
 
-    def _metadata(self) -> list[tuple[str, str]]:
+    def _metadata(self, method: Method) -> list[tuple[str, str]]:
         # hasleader: a member that has lost the others says so at once, and ends watches for it.
-        return [("hasleader", "true"), *([("token", self.token)] if self.token else [])]
+        # Whoever asks for a new token must not show an old one.
+        shown = [("token", self.token)] if self.token and method is not AUTHENTICATE else []
+        return [("hasleader", "true"), *shown]
 
     def _lost(self, method: Method) -> Refused:
         return Refused(method.name, self.endpoint, grpc.StatusCode.CANCELLED, "the connection was given up")
