@@ -102,7 +102,7 @@ class Node:
         self.showing = Showing(self.registry, self.view, self.copies, maker)
         self.taking = Taking(self.showing)
         self.operating = Operating(self.registry, self.view, self.showing)
-        self.following = Following(self.view, self.showing, self.taking, self.operating)
+        self.following = Following(self.registry, self.view, self.showing, self.taking, self.operating)
 
     def restart(self) -> None:
         self.driver.restart()

@@ -16,6 +16,7 @@ from tierfs.catalog import keys
 from tierfs.catalog.memory import MemoryServer
 from tierfs.catalog.records import FileRecord, Operation, TreeRecord, to_bytes
 from tierfs.catalog.store import Delete
+from tierfs.cluster.local_files import read_joined
 from tierfs.cluster.making import version_at
 
 STEP = "run/step_1"
@@ -102,6 +103,29 @@ async def test_what_is_not_published_yet_is_left_alone(cluster: dict[str, Node])
         await a.publish_plain("run/file")
         await c.caught_up()
         assert (c.root / "run/file").read_bytes() == b"the last word"
+
+
+async def test_what_was_removed_while_this_node_was_away_goes_too(cluster: dict[str, Node]) -> None:
+    a, c = cluster["a"], cluster["c"]
+    await a.join()
+    async with c.running():
+        revision = await a.publish_directory("run")
+        write(a, "run/file", b"theirs")
+        await a.publish_plain("run/file")
+        await a.publish_directory(STEP)
+        await c.caught_up()
+        assert read_joined(c.root / "run") == revision and read_joined(c.root / "run/file") > revision
+        write(c, "run/own", b"made here")
+        assert read_joined(c.root / "run/own") == 0
+    c.restart()
+    await a.store.delete(keys.TREE, is_prefix=True)
+    async with c.running():
+        await c.caught_up()
+        for rel in ("run/file", "run"):
+            c.following.path_deleted(rel)
+        c.following.step_deleted(c.driver.record(STEP))
+        await c.caught_up()
+        assert names_in(c.root) == {"run/own"} and not (c.root / STEP).exists() and not c.registry.records
 
 
 async def test_nothing_outside_of_the_tree_is_touched(cluster: dict[str, Node], tmp_path: Path) -> None:

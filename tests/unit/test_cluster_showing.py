@@ -226,6 +226,31 @@ async def test_a_node_that_writes_too_keeps_its_own_files_and_gets_the_others(cl
         assert (b.root / STEP / MARKER).read_bytes() == (cluster["a"].root / STEP / MARKER).read_bytes()
 
 
+async def test_of_two_commits_of_one_generation_the_catalogues_counts(cluster: dict[str, Node]) -> None:
+    """This node completed the step while the catalogue was away, and others did so too."""
+    await saved(cluster)
+    c = cluster["c"]
+    own = {A: 70_000, "__2_0.distcp": 80_000}
+    await c.write(STEP, own, 9)
+    await c.driver.finish(STEP, 9, own)
+    record = c.driver.record(STEP)
+    assert record.is_complete and record.manifest.generation == 1
+    record.manifest.joined = (cluster["a"].driver.record(STEP)).manifest.joined
+    async with c.running():
+        await c.caught_up()
+        assert c.driver.loaded(STEP) == 9  # until who compares both says so
+        c.following.step_committed(KEY)
+        await c.caught_up()
+        assert record.is_complete and names_in(c.root / STEP) == {A, B, MARKER}
+        for inner in (A, B, MARKER):
+            author = cluster["b" if inner == B else "a"]
+            assert version_at(c.root / STEP / inner)[0] == version_at(author.root / STEP / inner)[0]
+        inodes = {path.name: path.lstat().st_ino for path in (c.root / STEP).iterdir()}
+        c.following.step_committed(KEY)
+        await c.caught_up()
+        assert inodes == {path.name: path.lstat().st_ino for path in (c.root / STEP).iterdir()}
+
+
 @pytest.mark.parametrize("point", ["take:recorded", "take:removed", "show:made", "take:in-place", "take:saved"])
 async def test_a_daemon_that_dies_on_the_way_begins_again(cluster: dict[str, Node], point: str) -> None:
     await _crash_at(cluster["b"] if point not in ("take:recorded",) else cluster["c"], cluster, point, generation=1)

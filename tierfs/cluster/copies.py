@@ -329,6 +329,11 @@ class Copies:
         self._offering.begin(file)
         return file.version
 
+    def growing_version(self, ino: int) -> str | None:
+        """The name by which others may read a file that is being written; None for what is not."""
+        file = self._offering.growing(ino)
+        return file.version if file is not None else None
+
     def sealed(self, rel: str, ino: int) -> str:
         """The last writer closed it: `seal`, and whoever listens hears of it. OSError as for `seal`."""
         path = self._registry.root / rel

@@ -28,7 +28,8 @@ from tierfs.cluster.taking import Taking, was_renamed
 from tierfs.cluster.view import Change, Seen, View
 from tierfs.errors import TierfsError
 from tierfs.steps.latest import NAME as LATEST
-from tierfs.steps.registry import Key
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import Key, StepRegistry
 
 log = logging.getLogger("tierfs.cluster")
 
@@ -44,6 +45,18 @@ APPLIED_WITHIN_S = 2.0
 _Work = Callable[[], Awaitable[None]]
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What is to be done for a name: in order, or beside the rest, where it may wait for other nodes. Of a reset,
+    `revision` is the one up to which all was told by then."""
+
+    kind: str
+    name: str
+    work: _Work
+    is_in_order: bool
+    revision: int = 0
+
+
 @dataclass
 class _Failed:
     work: _Work
@@ -56,8 +69,10 @@ class Following:
     """Used from the trio thread. `made_here` says of a path that a program made it here since, though the catalogue's
     news are of its removal."""
 
-    def __init__(self, view: View, showing: Showing, taking: Taking, operating: Operating) -> None:
-        self._registry = showing.registry
+    def __init__(
+        self, registry: StepRegistry, view: View, showing: Showing, taking: Taking, operating: Operating
+    ) -> None:
+        self._registry = registry
         self._view = view
         self._showing = showing
         self._taking = taking
@@ -65,10 +80,10 @@ class Following:
         self._node = showing.copies.node
         self._root = showing.root
         self.made_here: Callable[[str], bool] = lambda rel: False
-        self._queue: deque[tuple[Change, int]] = deque()  # with the revision up to which it was told by then
+        self._queue: deque[_Told] = deque()
         self._operations = 0  # in the queue
         self._failed: dict[tuple[str, str], _Failed] = {}
-        self._waiting: set[tuple[str, str]] = set()  # for their turn beside the rest
+        self._waiting = 0  # for their turn beside the rest
         self._busy = 0
         self._news = trio.Event()
         self._lot = trio.lowlevel.ParkingLot()
@@ -77,13 +92,47 @@ class Following:
         showing.operations_applied = self.operations_applied
 
     def _told(self, change: Change) -> None:
-        revision = 0
-        if change.kind == "reset":
+        if change.kind == "tree":
+            work: _Work = partial(self._tree, change.key, change.old, change.new)
+            in_order = change.new is None or change.new.record.kind != "file"
+            self._add(_Told("tree", change.key, work, in_order))
+        elif change.kind == "state" and change.step is not None:
+            self._add(_Told("state", "/".join(change.step), partial(self._state, change.step), False))
+        elif change.kind == "operation":
+            self._add(_Told("operation", change.key, partial(self._operating.apply, change.new), True))
+        elif change.kind == "node":
+            self._add(_Told("node", change.key, self._nodes, True))
+        else:
             seen = (operation.mod_revision for operation in self._view.operations.values())
             revision = max(self._view.revision, *seen, 0)
-        self._queue.append((change, revision))
-        self._operations += change.kind == "operation"
+            self._add(_Told("reset", "", trio.lowlevel.checkpoint, True, revision))
+
+    def _add(self, told: _Told) -> None:
+        self._queue.append(told)
+        self._operations += told.kind == "operation"
         self._news.set()
+
+    # --- told by the sending side, which compares what is here with the catalogue
+
+    def step_deleted(self, record: StepRecord) -> None:
+        """Another node removed the step."""
+        self._taking.forget(record)
+
+    def step_committed(self, key: Key) -> None:
+        """The catalogue's commit is not what this node has: it takes that one over."""
+        self._add(_Told("state", "/".join(key), partial(self._take_over, key), False))
+
+    def step_withdrawn(self, record: StepRecord) -> None:
+        """The catalogue's commit was withdrawn."""
+        self._add(_Told("state", record.rel, partial(self._state, record.key), False))
+
+    def path_kept(self, rel: str) -> None:
+        """A directory that was removed here stays, since another node has something in it."""
+        self._add(_Told("tree", rel, partial(self._place, rel), False))
+
+    def path_deleted(self, rel: str) -> None:
+        """A name outside of steps was removed by another node while this one was away."""
+        self._add(_Told("tree", rel, partial(self._removed_meanwhile, rel), True))
 
     @property
     def is_idle(self) -> bool:
@@ -117,20 +166,21 @@ class Following:
     # --- in order
 
     async def _next(self, nursery: trio.Nursery) -> None:
-        change, revision = self._queue.popleft()
+        told = self._queue.popleft()
+        name = told.kind, told.name
         self._busy += 1
         try:
             await trio.lowlevel.checkpoint()
-            if change.kind == "reset":
-                await self._operating.all_read(revision)
+            if told.kind == "reset":
+                await self._operating.all_read(told.revision)
                 await self._all(nursery)
-            elif change.kind == "operation" or (change.kind == "tree" and not _waits_for_peers(change)):
-                await self._try((change.kind, change.key), self._work_of(change), 0)
+            elif told.is_in_order:
+                await self._try(name, told.work, 0)
             else:
-                self._start(nursery, (change.kind, change.key), self._work_of(change))
+                self._start(nursery, name, told.work)
         finally:
             self._busy -= 1
-            if change.kind == "operation":
+            if told.kind == "operation":
                 self._operations -= 1
                 self._lot.unpark_all()
 
@@ -169,16 +219,15 @@ class Following:
 
         async def beside() -> None:
             async with self._slots:
-                self._waiting.discard(name)
+                self._waiting -= 1
                 self._busy += 1
                 try:
                     await self._try(name, work, tries)
                 finally:
                     self._busy -= 1
 
-        if name not in self._waiting:  # what has not begun yet will see this too
-            self._waiting.add(name)
-            nursery.start_soon(beside)
+        self._waiting += 1
+        nursery.start_soon(beside)
 
     async def _try(self, name: tuple[str, str], work: _Work, tries: int) -> None:
         try:
@@ -297,6 +346,22 @@ class Following:
             self._showing.maker.on_replaced(info.st_ino)
         else:
             return
+        self._is_gone(rel)
+
+    async def _removed_meanwhile(self, rel: str) -> None:
+        info = placing.look(self._root, rel)
+        if info is None or rel in self._view.tree or self.made_here(rel):
+            return
+        if stat.S_ISDIR(info.st_mode):
+            self._remove_directory(rel)
+        elif stat.S_ISLNK(info.st_mode) or version_at(self._root / rel)[0]:  # one without is being written
+            placing.remove_file(self._root, rel)
+            self._showing.maker.on_replaced(info.st_ino)
+        else:
+            return
+        self._is_gone(rel)
+
+    def _is_gone(self, rel: str) -> None:
         directory, _, name = rel.rpartition("/")
         if name == LATEST and directory:
             self._registry.latest.removed_by_program(directory)
@@ -325,14 +390,14 @@ class Following:
             await self._taking.follow(key)
         self._registry.update_latest(key[0])
 
+    async def _take_over(self, key: Key) -> None:
+        await self._taking.take(key, anyway=True)
+
     async def _nodes(self) -> None:
         """A node came or went: other steps may be readable now."""
         for namespace in {namespace for namespace, _ in self._registry.records}:
+            await trio.lowlevel.checkpoint()
             self._registry.update_latest(namespace)
-
-
-def _waits_for_peers(change: Change) -> bool:
-    return change.new is not None and change.new.record.kind == "file"
 
 
 def _looks(record: TreeRecord) -> tuple[int, int, int, int]:

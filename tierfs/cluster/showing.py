@@ -20,6 +20,7 @@ from tierfs.catalog.keys import state_key, tree_below, tree_key
 from tierfs.catalog.records import FileRecord, StepState, TreeRecord
 from tierfs.cluster import placing
 from tierfs.cluster.copies import Copies
+from tierfs.cluster.local_files import write_joined
 from tierfs.cluster.making import FileMaker, plain_place, version_at
 from tierfs.cluster.step_files import StepFiles, is_shard
 from tierfs.cluster.view import Seen, View
@@ -45,7 +46,8 @@ class Shown:
 
 class Showing:
     """Used from the trio thread. `take` (set by `tierfs.cluster.taking`) brings a step to what another node committed;
-    `removed_here` says of a path that a program removed it here and the catalogue was not told yet. With
+    `removed_here` says of a path that a program removed it here and the catalogue was not told yet, `is_completing` of
+    a step that this node is about to make complete itself. With
     `operations_applied` it is waited for renames that the catalogue has and this tree not yet."""
 
     def __init__(self, registry: StepRegistry, view: View, copies: Copies, maker: FileMaker) -> None:
@@ -56,6 +58,7 @@ class Showing:
         self.root = registry.root
         self.take: Callable[[Key], Awaitable[object]] = _take_nothing
         self.removed_here: Callable[[str], bool] = lambda rel: False
+        self.is_completing: Callable[[Key], bool] = lambda key: False
         self.operations_applied: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._locks: dict[Key, trio.Lock] = {}
         self._told: set[tuple[str, str]] = set()
@@ -151,8 +154,12 @@ class Showing:
         if parent and placing.look(self.root, parent) is None:
             await self.place_tree(parent)
         if seen.record.kind == "file":
-            return await self._place_plain(rel, seen)
-        return self._place_other(rel, seen)
+            made = await self._place_plain(rel, seen)
+        else:
+            made = self._place_other(rel, seen)
+        if self.registry.names.locate(rel) is None and (made or (self.view.connected and self._is_as_told(rel, seen))):
+            write_joined(self.root / rel, seen.create_revision)
+        return made
 
     def _place_other(self, rel: str, seen: Seen[TreeRecord]) -> bool:
         record = seen.record
@@ -198,6 +205,12 @@ class Showing:
         is_theirs = bool(version) and version.partition("/")[0] != self.copies.node
         return standing == "absent" or (standing == "other" and (is_theirs or version == self.published.get(rel)))
 
+    def _is_as_told(self, rel: str, seen: Seen[TreeRecord]) -> bool:
+        """What stands there is what the catalogue has, and not something of this node that it does not know yet."""
+        if seen.record.file is not None:
+            return self.maker.standing(self.root, rel, seen.record.file)[0] == "same"
+        return seen.record.kind == "dir" and self._is_directory(rel)
+
     def _make_way_for_users_latest(self, rel: str) -> None:
         """A program made its own `latest` on another node: this node's link goes."""
         directory, _, name = rel.rpartition("/")
@@ -239,7 +252,7 @@ class Showing:
         manifest = record.manifest
         if manifest.overwrite is None and manifest.state == "complete":
             return manifest.generation < state.record.generation
-        if state.record.node == self.copies.node and manifest.files:
+        if self.is_completing(record.key) or (state.record.node == self.copies.node and manifest.files):
             return False  # this node is just about it, or does it again when it joins
         writing = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
         return writing <= state.record.generation

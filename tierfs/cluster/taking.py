@@ -47,8 +47,10 @@ class Taking:
         self._maker = showing.maker
         showing.take = self.take
 
-    async def take(self, key: Key) -> bool:
+    async def take(self, key: Key, *, anyway: bool = False) -> bool:
         """Make the step here what the catalogue says is complete. True when it is (also when it was already).
+
+        `anyway`: also where the same generation is complete here, with other files: this node's are given up.
 
         OSError (ENOSPC), TierfsError (CatalogUnavailable): as it was, or done in part; it is to be done again.
         """
@@ -59,6 +61,8 @@ class Taking:
             record = await self._record(key, tree.create_revision)
             if record is None:
                 return False
+            if anyway and record.is_complete and record.manifest.generation == state.record.generation:
+                self._give_up_own(record, state.record)
             done = await self._take(record, state.record)
         self._registry.update_latest(key[0])
         return done
@@ -75,7 +79,7 @@ class Taking:
                 record.manifest.joined = create_revision
                 record.unsaved = True
             else:
-                self._forget(record)  # it was deleted, and this is another one of its name
+                self.forget(record)  # it was deleted, and this is another one of its name
                 record = None
         if record is None or not record.directory.is_dir():
             await self._showing.place_tree(rel)
@@ -101,6 +105,18 @@ class Taking:
         if manifest.state == "complete":
             return await self._swap(record, state, files)
         return await self._in_place(record, state, files)
+
+    def _give_up_own(self, record: StepRecord, state: StepState) -> None:
+        """What was completed here is not what counts: as if it were of an older generation, and not complete."""
+        manifest = record.manifest
+        if manifest.completed_at == state.completed_at or not manifest.populated:
+            return
+        manifest.state = "writing"
+        manifest.completed_at = None
+        manifest.generation = max(0, state.generation - 1)
+        manifest.note = f"another commit counts, by {state.node}"
+        self._registry.save_or_later(record)
+        self._registry.crash("take:given-up")
 
     # --- a step of which nothing is here
 
@@ -329,7 +345,10 @@ class Taking:
             manifest.completed_at = None
             manifest.added.clear()
             manifest.populated = True  # what it lacks shows as in any step that is written
-            manifest.files = await trio.to_thread.run_sync(record.scan)
+            here = await trio.to_thread.run_sync(record.scan)
+            if self._registry.records.get(key) is not record:
+                return
+            manifest.files = here
             manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
             manifest.note = "no longer complete: a node removed files of it"
             record.touch()
@@ -342,11 +361,14 @@ class Taking:
         async with self._showing.lock(key):
             record = self._registry.records.get(key)
             if record is not None and record.manifest.joined == create_revision:
-                self._forget(record)
+                self.forget(record)
             elif record is None and f"{key[0]}/{key[1]}" not in self._view.tree:
                 self._copies.forget_step(key)
 
-    def _forget(self, record: StepRecord) -> None:
+    def forget(self, record: StepRecord) -> None:
+        """Another node removed the step: it goes here at once."""
+        if self._registry.records.get(record.key) is not record:
+            return
         log.info("removed by another node", extra=self._registry.extra(record))
         self._registry.lines.write(record.manifest.namespace, "removed by another node", step=record.manifest.number)
         self._registry.remove(record)
