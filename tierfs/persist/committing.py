@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +85,11 @@ class StepCommit:
         self._key = self.local.namespace, self.local.step
         self._journal = StepJournal.open(self.registry.tier.meta, *self._key)
 
+    @property
+    def bytes_total(self) -> int:
+        """What is to be there in the end, as far as it was read."""
+        return self.local.bytes
+
     async def run(self, my_turn: Callable[[], Awaitable[None]]) -> Committed:
         """`my_turn` is awaited when all data is sent, before anything makes the step look whole."""
         try:
@@ -140,11 +145,15 @@ class StepCommit:
         return self._done(manifest, etag)
 
     def _done(self, manifest: ObjectManifest, etag: str) -> Committed:
-        self.bytes_done = self.local.bytes
+        self.bytes_done = self.bytes_total
         return Committed(manifest, etag, self.sent_bytes)
 
     async def _look(self) -> StoredStep:
         return await look(self.client, self.registry.names, *self._key)
+
+    def _to_send(self) -> Iterable[str]:
+        """What of the step this node has to bring there."""
+        return list(self.local.entries)
 
     def _is_gate(self, inner: str) -> bool:
         """Its being there says that the step is whole, to a framework that knows nothing of tierfs."""
@@ -182,7 +191,8 @@ class StepCommit:
 
     async def _adopt(self, stored: StoredStep) -> None:
         """Take for sent what is, by this node's journal or any node's file, with the ETag that it has now."""
-        for inner, entry in self.local.entries.items():
+        for inner in self._to_send():
+            entry = self.local.entries[inner]
             done = self._journal.of_file(inner, entry).done
             if done is not None and stored.holds(inner, entry.size_bytes, done.etag):
                 self._take(inner, done.etag, done.checksum.full, done.checksum.chunks)

@@ -53,6 +53,8 @@ class Owed:
     marker: str | None
     after: trio.Event | None = None
     until: Key | None = None
+    #: When that was decided (Unix time). 0 where that is not known any more.
+    at: float = 0.0
     attempts: int = 0
     next_try_at: float = 0.0
     error: str = ""
@@ -88,7 +90,7 @@ class Deletions:
         """The step is to go; returns once a successor would know. Never raises for lack of room (it is said)."""
         if until is not None and self._waits_for(until, key):
             until = None  # two steps changed places: one of them has to go first
-        self._owed[key] = Owed(why, marker, after, until)
+        self._owed[key] = Owed(why, marker, after, until, time.time())
         self._note(key)
         self._wake.set()
 
@@ -109,7 +111,7 @@ class Deletions:
 
     def _note(self, key: Key) -> None:
         owed = self._owed[key]
-        value = {"namespace": key[0], "step": key[1], "why": owed.why, "marker": owed.marker}
+        value = {"namespace": key[0], "step": key[1], "why": owed.why, "marker": owed.marker, "at": owed.at}
         value |= {"until_namespace": owed.until[0], "until_step": owed.until[1]} if owed.until is not None else {}
         try:
             write_whole(self._path(key), json.dumps(value).encode("ascii"))
@@ -153,7 +155,9 @@ class Deletions:
         try:
             if owed.after is not None:
                 await owed.after.wait()
-            await self._delete(key, owed)
+            is_saved_anew = self.registry.cluster.shares and await self._is_saved_anew(key, owed)
+            if not is_saved_anew:
+                await self._delete(key, owed)
         except TierfsError as error:
             self._put_off(owed, error.message)
             log.warning("a step can't be deleted yet: %s", error.message, extra=_extra(key))
@@ -169,6 +173,9 @@ class Deletions:
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
+            if is_saved_anew:
+                log.info("not deleted: another node has persisted a newer save of it", extra=_extra(key))
+                return
             log.info("deleted from the object tier (%s)", owed.why, extra=_extra(key))
             where = self.registry.names.locate("/".join(key))
             self.registry.lines.write(
@@ -181,6 +188,15 @@ class Deletions:
         owed.attempts += 1
         owed.error = error
         owed.next_try_at = time.monotonic() + pause_s * random.uniform(1.0, 1.5)
+
+    async def _is_saved_anew(self, key: Key, owed: Owed) -> bool:
+        """Another node has begun to persist what was saved under the name since: that clears what is left of the old
+        save. This daemon may have died in between, or the store was away."""
+        if not owed.at:
+            return False
+        stored = await look(self.client, self.registry.names, *key)
+        times = [node_file.completed_at for node_file in stored.nodes.values()]
+        return max([*times, stored.manifest.completed_at if stored.manifest is not None else 0.0]) > owed.at
 
     async def _delete(self, key: Key, owed: Owed) -> None:
         # Not only where one is listed: a commit whose answer was lost may have come after the listing.
@@ -212,6 +228,8 @@ class Deletions:
                 key = safe_relative(fields.text("namespace")), safe_component(fields.text("step"))
                 if self._path(key) == path:
                     owed = Owed(fields.text("why"), fields.text_or_none("marker"))
+                    with contextlib.suppress(Wrong):  # earlier programs did not note it
+                        owed.at = fields.seconds("at")
                     with contextlib.suppress(Wrong):  # most wait for nothing
                         until = fields.text("until_namespace"), fields.text("until_step")
                         owed.until = safe_relative(until[0]), safe_component(until[1])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import trio
 
 from tierfs.checksum import to_text
-from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing
+from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing, TierfsError
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.adoption import adopt, describe_anew, is_copy, persisted_as
 from tierfs.persist.deletions import Deletions
@@ -46,6 +47,8 @@ class _Seen:
     etags: dict[Key, str] = field(default_factory=dict)
     fetched: dict[Key, tuple[ObjectManifest, str]] = field(default_factory=dict)
     broken: dict[Key, str] = field(default_factory=dict)
+    #: Steps that a node has begun to send.
+    begun: set[Key] = field(default_factory=set)
 
 
 class ObjectIndex:
@@ -58,6 +61,8 @@ class ObjectIndex:
         self.cache = ManifestCache(registry.tier.meta)
         self.identity = TierIdentity(registry.tier.meta, client)
         self.problem = ""
+        #: Another node has begun to persist a step of the cluster.
+        self.begun_elsewhere: Callable[[StepRecord], None] = lambda record: None
         self._broken: dict[Key, str] = {}
         #: When this node itself changed a step there (monotonic): a listing that began before is out of date.
         self._changed_at: dict[Key, float] = {}
@@ -145,7 +150,9 @@ class ObjectIndex:
 
     async def _look(self) -> _Seen:
         seen = _Seen(time.monotonic())
-        committed = [found for found in await step_directories(self.client, self.registry.names) if found.manifest]
+        found_steps = await step_directories(self.client, self.registry.names)
+        committed = [found for found in found_steps if found.manifest]
+        seen.begun = {found.key for found in found_steps if found.has_own and not found.manifest}
         await all_of((partial(self._look_at, found, seen) for found in committed), at_once=AT_ONCE)
         return seen
 
@@ -169,6 +176,16 @@ class ObjectIndex:
             del seen.etags[key]  # deleted between the listing and this
         except ObjectCorrupt as error:
             seen.broken[key] = error.message
+        if record is None and self.registry.cluster.shares:
+            await self._show_what_the_cluster_has(key, seen)
+
+    async def _show_what_the_cluster_has(self, key: Key, seen: _Seen) -> None:
+        """A step that the catalogue knows comes from there, and only one that it does not know from the object tier."""
+        try:
+            await self.registry.cluster.show("/".join(key))
+        except (TierfsError, OSError) as error:
+            log.info("not shown before the catalogue says what it has: %s", error, extra=_extra(key))
+            seen.fetched.pop(key, None)
 
     async def _fetch(self, key: Key) -> tuple[ObjectManifest, str]:
         data, etag = await self.client.get(manifest_key(*key), most_bytes=MAX_BYTES)
@@ -207,6 +224,15 @@ class ObjectIndex:
         for record in list(self.registry.records.values()):
             if record.key not in seen.etags and not self._is_out_of_date(record.key, seen) and self._miss(record):
                 touched.add(record.key[0])
+        for key in seen.begun:
+            begun = self.registry.records.get(key)
+            if (
+                begun is not None
+                and begun.manifest.joined
+                and begun.is_complete
+                and not self._is_out_of_date(key, seen)
+            ):
+                self.begun_elsewhere(begun)
         for namespace in touched:
             self.registry.update_latest(namespace)
 
@@ -220,6 +246,9 @@ class ObjectIndex:
         record = self.registry.records.get(key)
         if record is None:
             return adopt(self.registry, manifest, etag) is not None
+        if record.manifest.joined:
+            self._take_of_cluster(record, manifest, etag)
+            return False
         if not record.is_complete or record.manifest.owed:
             return False  # being written, or on its way there: the persister decides
         persisted = record.manifest.persisted
@@ -249,6 +278,24 @@ class ObjectIndex:
             log.warning("%s", message, extra=_extra(key))
         return False
 
+    def _take_of_cluster(self, record: StepRecord, manifest: ObjectManifest, etag: str) -> None:
+        """The catalogue says what the step is; the object tier only whether it holds that."""
+        local = record.manifest
+        if local.owed or not record.is_complete:
+            return  # the persister looks for itself
+        is_that_save = (local.generation, local.completed_at) == manifest.age
+        if is_that_save and (not local.populated or _is_same(record, manifest)):
+            local.persisted = persisted_as(manifest, etag)
+        else:
+            local.persisted = None
+        self.registry.save_or_later(record)
+
+    def leads(self, record: StepRecord) -> bool:
+        """Of the nodes that share the step this one decides what becomes of its copy in the object tier."""
+        manifest = record.manifest
+        first = manifest.marker or min(manifest.files, default="")
+        return not manifest.joined or self.registry.cluster.owns(record, first)
+
     def _commit_is_broken(self, key: Key) -> None:
         """A manifest lies there that nobody can read: no commit. What this node knows of the step makes a new one.
 
@@ -258,10 +305,11 @@ class ObjectIndex:
         record = self.registry.records.get(key)
         if record is None or not record.is_persisted:
             return
-        if self.registry.settings.for_namespace(key[0]).persist.policy == "all" and record.manifest.populated:
+        policy = self.registry.settings.for_namespace(key[0]).persist.policy
+        if policy == "all" and record.manifest.populated and self.leads(record):
             record.manifest.persisted = None
             self.registry.object_tier.completed(record)
-        elif not self._has_stubs(record):
+        elif record.manifest.joined or not self._has_stubs(record):
             record.manifest.persisted = None
         self.registry.save_or_later(record)
 
@@ -270,7 +318,7 @@ class ObjectIndex:
         manifest = record.manifest
         if manifest.persisted is None or manifest.overwrite is not None or manifest.owed:
             return False
-        if self._has_stubs(record):
+        if self._has_stubs(record) and not manifest.joined:
             if self.registry.handles_in(record):
                 return False
             self.registry.lines.write(
@@ -280,7 +328,8 @@ class ObjectIndex:
             self.registry.remove(record)
             return True
         manifest.persisted = None
-        if record.is_complete and self.registry.settings.for_namespace(record.key[0]).persist.policy == "all":
+        policy = self.registry.settings.for_namespace(record.key[0]).persist.policy
+        if record.is_complete and policy == "all" and self.leads(record):
             self.registry.object_tier.completed(record)
         self.registry.save_or_later(record)
         return False

@@ -24,7 +24,10 @@ class Superseded(Exception):
 
 
 class LocalStep:
-    """`entries` and `stats` by the path inside the step, as they were found by `read`."""
+    """`entries` and `stats` by the path inside the step, as they were found by `read`.
+
+    `is_mine` tells of a file whether this node is to send it; others may come and go here as long as their sizes stay.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class LocalStep:
         self.entries: dict[str, FileEntry] = {}
         self.stats: dict[str, os.stat_result] = {}
         self.directory = ObjectDirectory(0, 0o755, 0, 0)
+        self.is_mine: Callable[[str], bool] = lambda inner: True
         self._registry = registry
         self._hydrate = hydrate
         self._is_stub = is_stub
@@ -76,7 +80,10 @@ class LocalStep:
             if self.record.manifest.files.get(inner) != entry or not entry.sealed or not stat.S_ISREG(info.st_mode):
                 raise Superseded
             seen = FileEntry(info.st_size, info.st_mtime_ns, info.st_ino, None, True)
-            if not same_bytes(seen, entry):
+            if not self.is_mine(inner):
+                if info.st_size != entry.size_bytes:
+                    raise Superseded
+            elif not same_bytes(seen, entry):
                 # Times that a program set after the file was closed, or bytes that came by a mapping: what is there.
                 self.record.manifest.files[inner] = entry = seen
                 self.record.unsaved = True
@@ -107,7 +114,10 @@ class LocalStep:
 
     def _is_same(self, inner: str) -> bool:
         now = self.record.manifest.files.get(inner)
-        return now is not None and now.sealed and same_bytes(now, self.entries[inner])
+        if now is None or not now.sealed:
+            return False
+        before = self.entries[inner]
+        return same_bytes(now, before) if self.is_mine(inner) else now.size_bytes == before.size_bytes
 
     async def open(self, inner: str) -> int:
         """A descriptor of the very file that was read, with all its bytes in RAM. Superseded, NoRoom, ObjectError."""

@@ -21,6 +21,7 @@ from tierfs.persist.committing import YIELD_S, Committed, OlderThanCommitted, St
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.endpoint import Endpoint
 from tierfs.persist.index import ObjectIndex
+from tierfs.persist.joint_commit import JointCommit, Memory, Waiting
 from tierfs.persist.local_step import LocalStep, Superseded
 from tierfs.persist.object_retention import StoredFacts, choose_deletions
 from tierfs.persist.policy import Policy
@@ -90,6 +91,9 @@ class Persister:
         self._hydrate = hydrate
         self._is_stub = is_stub
         self._runs: dict[Key, _Run] = {}
+        #: Of steps that several nodes persist: where this one is.
+        self._memories: dict[Key, Memory] = {}
+        index.begun_elsewhere = self._begun_elsewhere
         self.put_off = PutOff()
         self._yielding_until: dict[Key, float] = {}
         self.endpoint = Endpoint(client, index.identity)
@@ -102,7 +106,7 @@ class Persister:
     def completed(self, record: StepRecord) -> None:
         """The step, or a new generation of it, is complete; whoever says so saves its manifest."""
         manifest = record.manifest
-        if manifest.persisted is None:
+        if manifest.persisted is None and not manifest.joined:
             # Saved anew under a name that the object tier knows: what is newer has the higher generation.
             manifest.generation = max(manifest.generation, self.index.generation_there(record.key) + 1)
         why = self.policy.why_owed(record)
@@ -152,6 +156,7 @@ class Persister:
         if run is not None:
             run.scope.cancel()
         self.put_off.forget(key)
+        self._memories.pop(key, None)
         there = self.index.generation_there(key) > 0
         known = record is not None and (record.manifest.persisted is not None or bool(record.manifest.owed))
         if self.registry.settings.for_namespace(key[0]).persist.protected:
@@ -195,6 +200,7 @@ class Persister:
         total = record.manifest.bytes
         run = self._runs.get(record.key)
         if run is not None:
+            total = run.commit.bytes_total or total
             return StepProgress("sending", min(run.commit.bytes_done, total), total)
         failure = self.put_off.failure(record.key)
         if failure is not None and failure.message:
@@ -210,16 +216,24 @@ class Persister:
         return sum(record.manifest.bytes for record in self.owed_records())
 
     async def drain(self) -> None:
-        """Until nothing is owed, steps and deletions. Steps do not wait to settle meanwhile."""
+        """Until nothing is owed, steps and deletions. Steps do not wait to settle meanwhile.
+
+        Of a step of several nodes this one owes what it has to send, and the commit if that is its part.
+        """
         self._draining += 1
         self._look_again()
         try:
-            while self.owed_records() or self.deletions.owed():
+            while self._own_work() or self.deletions.owed():
                 news = self._news
                 with trio.move_on_after(TICK_S):
                     await news.wait()
         finally:
             self._draining -= 1
+
+    def _own_work(self) -> bool:
+        return any(
+            (memory := self._memories.get(record.key)) is None or not memory.is_idle for record in self.owed_records()
+        )
 
     def problems(self) -> list[dict[str, str]]:
         """For `status`: what keeps owed steps from the object tier, what concerns all of them in one line."""
@@ -256,19 +270,23 @@ class Persister:
             if due_s > 0:
                 wait_s = min(wait_s, due_s)
                 continue
-            local = LocalStep(self.registry, record, hydrate=self._hydrate, is_stub=self._is_stub)
-            commit = StepCommit(
-                self.registry,
-                self.client,
-                local,
-                self._node,
-                conditional_put=self.endpoint.conditional_put is not False,
-                yield_until=self._yielding_until.setdefault(record.key, time.monotonic() + YIELD_S),
-            )
-            run = _Run(record.key, record, commit, [other.finished for other in self._runs.values()])
+            run = _Run(record.key, record, self._commit_of(record), [other.finished for other in self._runs.values()])
             self._runs[record.key] = run
             nursery.start_soon(self._run, run)
         return wait_s
+
+    def _commit_of(self, record: StepRecord) -> StepCommit:
+        local = LocalStep(self.registry, record, hydrate=self._hydrate, is_stub=self._is_stub)
+        conditional_put = self.endpoint.conditional_put is not False
+        if record.manifest.joined:
+            memory = self._memories.setdefault(record.key, Memory())
+            return JointCommit(
+                self.registry, self.client, local, self._node, conditional_put=conditional_put, memory=memory
+            )
+        yield_until = self._yielding_until.setdefault(record.key, time.monotonic() + YIELD_S)
+        return StepCommit(
+            self.registry, self.client, local, self._node, conditional_put=conditional_put, yield_until=yield_until
+        )
 
     def _due_in_s(self, record: StepRecord) -> float:
         if self.deletions.is_owed(record.key):
@@ -302,6 +320,9 @@ class Persister:
                 committed = await run.commit.run(my_turn)
                 self._yielding_until.pop(key, None)
                 self._record(run, committed, time.monotonic() - began)
+        except Waiting as error:
+            log.debug("%s", error.message, extra=self._extra(key))
+            self.put_off.for_now(key, self._memories.setdefault(key, Memory()).pause_s * random.uniform(0.75, 1.25))
         except Superseded:
             self.put_off.for_now(key, LOOK_AGAIN_S)
         except Yielding as error:
@@ -325,6 +346,7 @@ class Persister:
         if self.registry.records.get(run.key) is not record:
             return  # it was removed or renamed just now, and its deletion is owed
         self.put_off.forget(record.key)
+        self._memories.pop(record.key, None)
         manifest.persisted = Persisted(
             generation=run.commit.local.generation,
             etag=committed.etag,
@@ -347,6 +369,11 @@ class Persister:
         log.info("step is persisted", extra=self._extra(record.key))
         self.delete_surplus(manifest.namespace)
         self.registry.make_room(0)
+
+    def _begun_elsewhere(self, record: StepRecord) -> None:
+        """Another node has begun to persist a step of which this one holds a part."""
+        if not record.manifest.owed and self._policy_of(record) != "none":
+            self.owe(record, "policy")
 
     def _give_up(self, record: StepRecord, message: str) -> None:
         """The object tier has what is newer: nobody owes it this."""
@@ -376,6 +403,8 @@ class Persister:
         ]
         for fact in choose_deletions(facts, self.registry.settings.for_namespace(namespace).retention):
             record = records[fact.step]
+            if not self.index.leads(record):
+                continue
             self.deletions.owe(record.key, "retention", marker=record.manifest.marker)
             self._lose(record)
 
@@ -389,11 +418,16 @@ class Persister:
 
     def _lose(self, record: StepRecord) -> None:
         """The step's copy in the object tier is about to go: what is not whole in RAM goes from the tree."""
-        if self._has_stubs(record):
-            self.registry.remove(record)
-            return
+        cluster = self.registry.cluster
         record.manifest.persisted = None
-        self.registry.save_or_later(record)
+        if record.manifest.joined:  # other nodes may have what is not here
+            is_gone = not cluster.is_readable(record) and cluster.retire(record)
+        else:
+            is_gone = self._has_stubs(record)
+        if is_gone:
+            self.registry.remove(record)
+        else:
+            self.registry.save_or_later(record)
 
     def _deleted(self, key: Key, why: str) -> None:
         """A step is gone from the object tier; after a crash the record may not say so yet."""

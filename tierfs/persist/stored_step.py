@@ -45,6 +45,11 @@ class StoredStep:
     def manifest_etag(self) -> str:
         return self.objects[MANIFEST].etag
 
+    @property
+    def node_count(self) -> int:
+        """How many nodes have a node file."""
+        return sum(node_of(inner) is not None for inner in self.objects)
+
     def node_info(self, node: str) -> ObjectInfo | None:
         return next((info for inner, info in self.objects.items() if node_of(inner) == node), None)
 
@@ -66,19 +71,36 @@ class StoredStep:
         return [sent for sent in found if self.holds(inner, sent.file.size_bytes, sent.etag)]
 
 
-async def look(client: ObjectClient, names: StepNames, namespace: str, step: str, *, read: bool = True) -> StoredStep:
-    """List the step's objects, and with `read` fetch its manifest and node files. ObjectError."""
+async def look(
+    client: ObjectClient,
+    names: StepNames,
+    namespace: str,
+    step: str,
+    *,
+    read: bool = True,
+    only: str | None = None,
+    kept: StoredStep | None = None,
+) -> StoredStep:
+    """List the step's objects, and with `read` fetch its manifest and node files (`only` that of this node): not those
+    again that an earlier look (`kept`) found unchanged. ObjectError."""
     listing = await client.list_all(step_prefix(namespace, step))
     objects = {
         inner: info for info in listing.objects if (inner := inner_of(names, namespace, step, info.key)) is not None
     }
     stored = StoredStep(objects)
     if read:
-        jobs = [
-            partial(_read_node_file, client, stored, namespace, step, node)
-            for node in filter(None, map(node_of, objects))
-        ]
-        if stored.has_manifest:
+        jobs = []
+        for inner, info in objects.items():
+            node = node_of(inner)
+            if node is None or (only is not None and node != only):
+                continue
+            if kept is not None and node in kept.nodes and kept.objects[inner].etag == info.etag:
+                stored.nodes[node] = kept.nodes[node]
+            else:
+                jobs.append(partial(_read_node_file, client, stored, namespace, step, node))
+        if stored.has_manifest and kept is not None and kept.manifest and kept.manifest_etag == stored.manifest_etag:
+            stored.manifest = kept.manifest
+        elif stored.has_manifest:
             jobs.append(partial(_read_manifest, client, stored, namespace, step))
         await all_of(jobs, at_once=AT_ONCE)
     return stored
