@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import trio
 
 from tests.unit.replica_nodes import KEY, Cluster, Node, cluster, eventually, with_replication
 from tierfs.catalog import keys
+from tierfs.catalog.records import FileRecord, TreeRecord, from_bytes, to_bytes
 from tierfs.checksum import CHUNK_BYTES
 from tierfs.cluster import pulling, replication
 from tierfs.cluster.draining import Drain, Left
@@ -205,6 +207,12 @@ async def test_a_drained_node_leaves_nothing_that_only_it_holds(tmp_path: Path) 
         await eventually(lambda: sum(map(len, all_nodes.held().values())) >= 6)
         await all_nodes.make(("run", "step_2"))
         a.write("a.distcp", b"half a step", ("run", "step_2"))
+        plain = a.driver.root / "tables/words"
+        plain.parent.mkdir()
+        plain.write_bytes(DATA[:MIB])
+        version = a.copies.seal(plain, plain.stat().st_ino)
+        file = FileRecord(MIB, 0, 0o644, 0, 0, version)
+        await all_nodes.store.put(keys.tree_key("tables/words"), to_bytes(TreeRecord("file", "a", file=file)))
         told: list[Left] = []
         async with trio.open_nursery() as nursery:
 
@@ -221,6 +229,10 @@ async def test_a_drained_node_leaves_nothing_that_only_it_holds(tmp_path: Path) 
         held = all_nodes.held()
         for author in "abc":
             assert sum(author in held[node] for node in "bc") == 2
+        taken = from_bytes(TreeRecord, all_nodes.server.keys[keys.tree_key("tables/words")].value).file
+        assert taken is not None and taken.node in ("b", "c") and replace(taken, version=version) == file
+        lies_at = all_nodes.network.nodes[taken.node].copies.path(taken.version)
+        assert lies_at is not None and lies_at.read_bytes() == DATA[:MIB]
         assert any(b"half a step" in node.shelf(("run", "step_2")).values() for node in nodes[1:])
 
 

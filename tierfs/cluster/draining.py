@@ -188,7 +188,7 @@ class Drain:
                     log.debug("%s does not hold %s: %s", partner, version, error)
 
     async def _outside_of_steps(self) -> list[tuple[str, int]]:
-        """Files of no step are on every node while they are small; a large one stays with who wrote it."""
+        """Large files of no step that nobody took over yet (`TakingOver`); small ones are on every node."""
         found = []
         for at, (path, seen) in enumerate(list(self._view.tree.items())):
             if at % _CHECKPOINT_EVERY == _CHECKPOINT_EVERY - 1:

@@ -24,6 +24,7 @@ from tierfs.cluster.missing_parts import Missing, MissingParts
 from tierfs.cluster.part_files import PartFiles
 from tierfs.cluster.pulling import FilePull, Means, Streams, let_go
 from tierfs.cluster.replica_room import ReplicaRoom
+from tierfs.cluster.taking_over import TakingOver
 from tierfs.cluster.view import Change, View
 from tierfs.cluster.waiting import CopyWaits
 from tierfs.errors import CatalogError, NoRoom, PathRefused, PeerError, RecordDamaged, TierfsError
@@ -92,6 +93,7 @@ class Replicator:
         )
         self._missing.is_persisted = self._is_persisted
         self._means = Means(peers, copies, self.room, Streams(settings.peer.streams), registry.tier.trim)
+        self.taking_over = TakingOver(view, copies, self.groups, self._means, node)
         self._pulls: dict[_Place, FilePull] = {}
         self._brought: dict[Key, dict[tuple[str, str], _Brought]] = {}
         self._wanted: dict[_Place, Missing] = {}
@@ -120,12 +122,14 @@ class Replicator:
             self._look_for_orphans()
             nursery.start_soon(self._keep_subscribed)
             nursery.start_soon(self._keep_planning)
+            nursery.start_soon(self.taking_over.run)
             task_status.started()
 
     def _seen(self, change: Change) -> None:
         if self.groups.seen(change):
             self._regrouped.set()
         self._missing.seen(change)
+        self.taking_over.seen(change)
         if change.kind == "state" and change.step is not None:
             if change.new is not None:
                 self._committed(change.step, change.new.record)
@@ -253,7 +257,7 @@ class Replicator:
             is_whole = await pull.run()
         except NoRoom as error:
             lacks_room = True
-            self._no_room(place, error)
+            self._no_room(place, error, until_sealed=not pull.pieces.sealed)
         except (OSError, TierfsError) as error:
             log.error("copying %s failed: %s", pull.shown, error, extra=self._extra(key, inner))
         finally:
@@ -285,10 +289,11 @@ class Replicator:
         if not any(other[0] == key for other in self._not_before):
             self._registry.clear_problems("/".join(key))
 
-    def _no_room(self, place: _Place, error: NoRoom) -> None:
+    def _no_room(self, place: _Place, error: NoRoom, *, until_sealed: bool) -> None:
+        """A growing file is not begun again before its size is known: it would be fetched in vain, over and over."""
         key, author, inner = place
         is_known = place in self._not_before
-        self._not_before[place] = trio.current_time() + NO_ROOM_PAUSE_S
+        self._not_before[place] = math.inf if until_sealed else trio.current_time() + NO_ROOM_PAUSE_S
         if not is_known:
             message = f"{inner} of {author} is not copied here: {error.message}"
             log.warning("%s", message, extra=self._extra(key, inner))
@@ -303,20 +308,26 @@ class Replicator:
         pause = PAUSE_S
         while True:
             self._planning = trio.Event()
-            try:
-                for key in self._missing.due():
+            failed = False
+            for key in self._missing.due():
+                try:
                     for missing in await self._missing.plan(key):
                         self._want(missing)
-                    self._start_wanted()
-                for key in sorted(self._to_sweep):
-                    self._to_sweep.discard(key)
+                except CatalogError as error:
+                    log.debug("what is missing here of %s can't be told yet: %s", "/".join(key), error)
+                    failed = True
+                self._start_wanted()
+            for key in sorted(self._to_sweep):
+                try:
                     await self._sweep(key)
-                pause = PAUSE_S
-            except CatalogError as error:
-                log.debug("what is missing here can't be told yet: %s", error)
+                    self._to_sweep.discard(key)
+                except CatalogError as error:
+                    log.debug("what is not needed of %s can't be told yet: %s", "/".join(key), error)
+                    failed = True
+            if failed:
                 await trio.sleep(pause)
-                pause = min(2 * pause, MOST_PAUSE_S)
                 self._plan_soon()
+            pause = min(2 * pause, MOST_PAUSE_S) if failed else PAUSE_S
             self._start_wanted()
             self._forget_orphans()
             with trio.move_on_at(self._plan_at()):
@@ -448,7 +459,8 @@ class Replicator:
             except PathRefused:
                 continue  # cut, since it is very long: it goes with the step
             for step in os.scandir(namespace.path):
-                yield name, step.name
+                if self._registry.names.locate(f"{name}/{step.name}") is not None:
+                    yield name, step.name
 
     # --- accounting
 
