@@ -21,10 +21,10 @@ from tierfs.catalog.store import Compare, Put
 from tierfs.cluster.publishing import Publisher, writing_generation
 from tierfs.cluster.step_files import StepFiles, merge
 from tierfs.cluster.tree_names import CATCH_UP_S, TryAgain
-from tierfs.errors import CatalogError, CatalogUnavailable, CommitRefused
+from tierfs.errors import CatalogError, CatalogUnavailable, CommitRefused, MarkerUnreadable
 from tierfs.steps.cluster import Agreement as Outcome
 from tierfs.steps.completion import Shortfall
-from tierfs.steps.markers import MarkerContent, is_data_file_name
+from tierfs.steps.markers import MarkerContent, is_data_file_name, read_dcp_marker
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
 
@@ -113,6 +113,9 @@ class Agreement:
             for inner, file in (await self.publisher.files.every(record)).items()
             if inner not in record.manifest.added
         }
+        if lacking := await self._lacking(record, mine):
+            # Names of other nodes' files were not made here: one that knows them all commits.
+            raise TryAgain(f"{record.rel} is published by a node that has all of its names; this one lacks {lacking}")
         seen = self.view.states.get(record.key)
         merged = await self._merged(wanted, mine)
         if any(merged.files[inner].version != file.version for inner, file in mine.items()):
@@ -123,6 +126,23 @@ class Agreement:
             raise TryAgain(f"others changed {record.rel}")
         self.completed(record)
         record.unsaved = True
+
+    async def _lacking(self, record: StepRecord, mine: dict[str, FileRecord]) -> str:
+        """A file that the step's marker names and this node does not know; "" for none, or where it can't be told."""
+        marker = self.registry.rules.match(record.manifest.marker or "")
+        if marker is None or marker.kind != "dcp" or record.manifest.marker is None:
+            return ""
+        file = mine.get(record.manifest.marker)
+        if file is None:
+            return record.manifest.marker
+        if not self._copies.has(file.version):
+            return ""
+        try:
+            content = await trio.to_thread.run_sync(read_dcp_marker, record.directory / record.manifest.marker)
+        except MarkerUnreadable:
+            return ""
+        directory = f"{marker.directory}/" if marker.directory else ""
+        return next((directory + name for name in sorted(content.files) if directory + name not in mine), "")
 
     def completed(self, record: StepRecord) -> None:
         """The step is complete here: its manifest says when, as the catalogue does."""

@@ -34,6 +34,10 @@ class Marks:
     def has(self, mark: Mark) -> bool:
         return mark in self._dirty or mark in self._flying
 
+    def is_due(self, mark: Mark) -> bool:
+        """It is worked on, or can be now."""
+        return mark in self._flying or (mark in self._dirty and self._not_before.get(mark, 0.0) <= trio.current_time())
+
     def add(self, *marks: Mark) -> None:
         for mark in marks:
             self._serial += 1

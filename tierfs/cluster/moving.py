@@ -86,9 +86,7 @@ class Moving:
             seen = self._view.tree.get(new + record.rel[len(old) :])
             if not entries and record.manifest.joined:
                 # Without the catalogue: what had the old name goes there, and this is another step.
-                generation = writing_generation(record.manifest)
-                self._publisher.journal.add("step", record.rel, created=record.manifest.joined, generation=generation)
-                self._publisher.owes(record.key)
+                self._publisher.owes_removal(record, record.manifest.joined)
             record.manifest.joined = seen.create_revision if seen is not None and entries else 0
             record.unsaved = True
         if not entries and old in self._view.tree:
@@ -182,6 +180,8 @@ class Moving:
             target = new + path[len(old) :]
             source_step, target_step = self._locate_step(path), self._locate_step(target)
             where = self._registry.names.locate(target)
+            if record.kind == "dir":
+                record = replace(record, node=self._node)  # who finds the key anew hears of it as of another node's
             put: Put | None = Put(tree_key(target), to_bytes(record))
             if record.file is not None and where is not None and where.inner:
                 self._expect(where, record.file)

@@ -130,11 +130,17 @@ class Publisher:
         made = self.names.made.pop(record.rel, 0)
         for entry in self.journal.at(record.rel, "alone"):
             self.journal.done(entry)
-        created = record.manifest.joined or made
-        if created:
-            generation = writing_generation(record.manifest)
-            self.journal.add("step", record.rel, created=created, generation=generation)
-            self._marks.add(("step", *record.key))
+        if record.manifest.joined or made:
+            self.owes_removal(record, record.manifest.joined or made)
+
+    def owes_removal(self, record: StepRecord, created: int) -> None:
+        """Of the step with the directory of that revision, unless a generation is complete that was not known here.
+
+        OSError (the journal).
+        """
+        known = record.manifest.generation if record.manifest.state == "complete" else record.manifest.generation - 1
+        self.journal.add("step", record.rel, created=created, generation=max(0, known))
+        self._marks.add(("step", *record.key))
 
     async def make_directory(self, rel: str, mode: int, uid: int, gid: int) -> None:
         """See `Cluster.make_directory`."""
@@ -284,6 +290,8 @@ class Publisher:
 
     async def _publish_once(self, record: StepRecord) -> bool:
         """False where the view has to catch up, and then it is to be done anew."""
+        if record.is_complete and not record.manifest.populated and not record.manifest.joined:
+            return True  # what is in it is not known here, so others have to publish it
         if not await self.join_step(record):
             return True
         key, manifest = record.key, record.manifest
@@ -330,6 +338,8 @@ class Publisher:
             if seen is None and manifest.joined and not self.is_alone(record):
                 self.on_withdrawn(record)
                 return "done"
+            if self._comes_after_another(record):
+                raise TryAgain(f"steps that were completed before {record.rel} are committed first")
             await self.commit(record)
             return "done"
         if seen.record.generation > manifest.generation or not await self.is_same(record, seen.record):
@@ -346,6 +356,16 @@ class Publisher:
         for entry in self.journal.at(record.rel, "alone"):
             self.journal.done(entry)
         return "same"
+
+    def _comes_after_another(self, record: StepRecord) -> bool:
+        """A step that was completed alone earlier is about to be committed."""
+        for entry in self.journal:
+            where = self.registry.names.locate(entry.path) if entry.kind == "alone" else None
+            if entry.path == record.rel:
+                return False
+            if where is not None and self._marks.is_due(("step", where.namespace, where.step)):
+                return True
+        return False
 
     async def is_same(self, record: StepRecord, state: StepState) -> bool:
         """The catalogue's commit is of the files that are complete here; the manifest takes over when it was."""
@@ -395,8 +415,7 @@ class Publisher:
                 self.journal.add("alone", rel, generation=manifest.generation)
             created = await self.names.ensure_directory(rel)
             if self.registry.records.get(record.key) is not record:
-                self.journal.add("step", rel, created=created, generation=writing_generation(manifest))
-                self._marks.add(("step", *record.key))
+                self.owes_removal(record, created)
                 return False
             manifest.joined = created
             record.unsaved = True
