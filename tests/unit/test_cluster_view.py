@@ -388,14 +388,17 @@ def test_merging_is_the_same_in_any_order_and_the_newest_wins(
     other = merged(shuffled(parts), shuffled(added))
     assert found == other and list(found.files) == list(other.files)
     for inner, winner in found.files.items():
-        in_parts = [part[inner] for part in parts.values() if inner in part]
-        in_added = [part[inner] for part in added.values() if inner in part]
-        assert winner in in_parts + in_added
-        best = max(in_parts, key=lambda each: (each.opened_at, each.node), default=None)
-        if in_added and not (best is not None and is_shard(inner, winner) and winner in in_parts):
-            assert winner.opened_at == max(each.opened_at for each in in_added)
-        elif best is not None:
-            assert (winner.opened_at, winner.node) == (best.opened_at, best.node)
+        newest = [
+            max(
+                (part[inner] for part in of.values() if inner in part),
+                key=lambda each: (each.opened_at, each.node, each.version, each.size_bytes),
+                default=None,
+            )
+            for of in (parts, added)
+        ]
+        in_parts, in_added = newest
+        is_kept = in_added is None or (in_parts is not None and is_shard(inner, in_parts))
+        assert winner == (in_parts if is_kept else in_added)
     assert set(found.files) == {inner for each in (parts, added) for part in each.values() for inner in part}
 
 
