@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from tests.unit.cluster_nodes import Node, names_in
 from tests.unit.step_driver import MARKER, content
 from tierfs.catalog import keys
 from tierfs.catalog.memory import MemoryServer
+from tierfs.catalog.records import Part, StepState, TreeRecord, from_bytes, to_bytes
 from tierfs.cluster.making import version_at
 from tierfs.cluster.versions import write_version
+from tierfs.errors import PathRefused
 
 STEP = "run/step_1"
 KEY = ("run", "step_1")
@@ -127,10 +130,6 @@ async def test_the_bytes_of_small_files_are_verified_and_had_from_another_holder
 
 async def _with_checksum(a: Node, version: str) -> None:
     """The state again, with the marker's checksum."""
-    from dataclasses import replace
-
-    from tierfs.catalog.records import StepState, from_bytes, to_bytes
-
     found = await a.store.get(keys.state_key(*KEY))
     assert found is not None
     state = from_bytes(StepState, found.value)
@@ -301,6 +300,30 @@ async def test_a_withdrawn_commit_leaves_the_files_and_takes_the_marker(cluster:
         await cluster["a"].store.delete(keys.state_key(*KEY))
         await c.caught_up()
         assert c.driver.state(STEP) == "writing" and names_in(c.root / STEP) == {A, B}
+
+
+async def test_a_part_with_names_that_can_not_be_is_shown_as_far_as_it_can(cluster: dict[str, Node]) -> None:
+    a, c = cluster["a"], cluster["c"]
+    await a.join()
+    await a.publish_directory(STEP)
+    await a.write(STEP, {A: 100_000}, 1)
+    file = a.file(f"{STEP}/{A}")
+    bad = {name: replace(file, version=f"a/{at}") for at, name in enumerate(["\ud800", "both", "both/below", "ok/x"])}
+    bad["huge"] = replace(file, version="a/abc", size_bytes=(1 << 63) - 1, mtime_ns=(1 << 64) - 1)
+    bad["old"] = replace(file, version="a/abcd", mtime_ns=-(1 << 63), uid=(1 << 32) - 2)
+    await a.store.put(keys.part_key(*KEY, 1, "a", 0), to_bytes(Part("a", 1, {A: file, **bad})))
+    await a.store.put(keys.tree_key("run/link"), to_bytes(TreeRecord("link", "a", target="nul\0")))
+    await a.store.put(keys.tree_key("run/other"), to_bytes(TreeRecord("link", "a", target="\ud800")))
+    async with c.running():
+        await c.showing.show_listing(STEP)
+        assert {A, "ok/x", "both", "old"} <= names_in(c.root / STEP) <= {A, "ok/x", "both", "old", "huge"}
+        with pytest.raises(NotADirectoryError):
+            await c.showing.show(f"{STEP}/both/below")
+        with pytest.raises(PathRefused):
+            await c.showing.show("run/link")
+        await c.showing.show_listing("run")
+        await c.caught_up()
+        assert names_in(c.root / "run") == {f"step_1/{inner}" for inner in names_in(c.root / STEP)}
 
 
 async def test_with_the_catalogue_away_what_was_known_shows(cluster: dict[str, Node]) -> None:

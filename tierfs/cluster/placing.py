@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tierfs.catalog.records import TreeRecord
+from tierfs.errors import PathRefused
 from tierfs.ram import syscalls
 from tierfs.steps.names import safe_relative
 
@@ -26,7 +27,7 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 @contextmanager
 def parent_of(root: Path, rel: str) -> Iterator[tuple[int, str]]:
     """(descriptor of the directory, name in it). PathRefused, FileNotFoundError, NotADirectoryError."""
-    *directories, name = safe_relative(rel).split("/")
+    *directories, name = safe_relative(_encodable(rel)).split("/")
     fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for each in directories:
@@ -80,6 +81,7 @@ def make_like(root: Path, rel: str, like: TreeRecord) -> bool:
 
 def make_link(root: Path, rel: str, like: TreeRecord) -> None:
     """FileExistsError for anything there already."""
+    _encodable(like.target)
     with parent_of(root, rel) as (directory, name):
         os.symlink(like.target, name, dir_fd=directory)
         with contextlib.suppress(PermissionError):
@@ -131,6 +133,17 @@ def exchange(root: Path, rel: str, other: Path) -> None:
     """The name and `other` change places at once (renameat2)."""
     with parent_of(root, rel) as (directory, name):
         syscalls.exchange(directory, name, other)
+
+
+def _encodable(path: str) -> str:
+    """A text of the catalogue may hold what no file name can. PathRefused."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise PathRefused(f"{path!r} can't be encoded as a file name") from None
+    if "\0" in path:
+        raise PathRefused(f"{path!r} holds a NUL byte")
+    return path
 
 
 def _own(fd: int, uid: int, gid: int, info: os.stat_result) -> None:

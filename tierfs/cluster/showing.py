@@ -7,7 +7,6 @@ writes, and has not published yet, stay; a marker shows only once its generation
 
 from __future__ import annotations
 
-import errno
 import logging
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 import trio
 
 from tierfs.catalog.keys import state_key, tree_below, tree_key
-from tierfs.catalog.records import FileRecord, StepState, TreeRecord
+from tierfs.catalog.records import FileRecord, StepState
 from tierfs.cluster import placing
 from tierfs.cluster.copies import Copies
-from tierfs.cluster.local_files import write_joined
-from tierfs.cluster.making import FileMaker, plain_place, version_at
+from tierfs.cluster.making import FileMaker, version_at
+from tierfs.cluster.shown_names import ShownNames
 from tierfs.cluster.step_files import StepFiles, is_shard
 from tierfs.cluster.view import Seen, View
 from tierfs.errors import CatalogError, PathRefused, TierfsError
@@ -44,26 +43,17 @@ class Shown:
     is_complete: bool
 
 
-class Showing:
+class Showing(ShownNames):
     """Used from the trio thread. `take` (set by `tierfs.cluster.taking`) brings a step to what another node committed;
-    `removed_here` says of a path that a program removed it here and the catalogue was not told yet, `is_completing` of
-    a step that this node is about to make complete itself. With
-    `operations_applied` it is waited for renames that the catalogue has and this tree not yet."""
+    `is_completing` says of a step that this node is about to make it complete itself. With `operations_applied` it is
+    waited for renames that the catalogue has and this tree not yet."""
 
     def __init__(self, registry: StepRegistry, view: View, copies: Copies, maker: FileMaker) -> None:
-        self.registry = registry
-        self.view = view
-        self.copies = copies
-        self.maker = maker
-        self.root = registry.root
+        super().__init__(registry, view, copies, maker)
         self.take: Callable[[Key], Awaitable[object]] = _take_nothing
-        self.removed_here: Callable[[str], bool] = lambda rel: False
         self.is_completing: Callable[[Key], bool] = lambda key: False
         self.operations_applied: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._locks: dict[Key, trio.Lock] = {}
-        self._told: set[tuple[str, str]] = set()
-        #: The versions that the catalogue had of plain files, by path, as far as they were seen.
-        self.published: dict[str, str] = {}
 
     # --- asked by the mount
 
@@ -80,7 +70,7 @@ class Showing:
             steps = self.registry.of_namespace(directory)
             if any(not self.registry.names.has_own_latest(record.key[1]) for record in steps):
                 return False
-        return not directory or directory in self.view.tree or self._is_directory(directory)
+        return not directory or directory in self.view.tree or self.is_directory(directory)
 
     async def show(self, rel: str) -> None:
         """See `tierfs.steps.cluster.Cluster.show`."""
@@ -132,7 +122,8 @@ class Showing:
             for name in list(self.view.path_below(directory)):
                 inner = f"{directory}/{name}" if directory else name
                 try:
-                    await self.place_tree(inner)
+                    if not self.is_placed(inner):
+                        await self.place_tree(inner)
                 except (OSError, TierfsError) as error:
                     self.cannot(inner, error)
                     continue
@@ -142,98 +133,13 @@ class Showing:
                 if placed % AT_ONCE == 0:
                     await trio.lowlevel.checkpoint()
 
-    async def place_tree(self, rel: str) -> bool:
-        """Make the directory, link or plain file that the catalogue has under the name, with what is above it.
-
-        True when something was made. What stands there already stays. OSError, TierfsError.
-        """
-        seen = self.view.tree.get(rel)
-        if seen is None or seen.record.kind == "claim" or self.removed_here(rel):
-            return False
-        parent = rel.rpartition("/")[0]
-        if parent and placing.look(self.root, parent) is None:
-            await self.place_tree(parent)
-        if seen.record.kind == "file":
-            made = await self._place_plain(rel, seen)
-        else:
-            made = self._place_other(rel, seen)
-        if self.registry.names.locate(rel) is None and (made or (self.view.connected and self._is_as_told(rel, seen))):
-            write_joined(self.root / rel, seen.create_revision)
-        return made
-
-    def _place_other(self, rel: str, seen: Seen[TreeRecord]) -> bool:
-        record = seen.record
-        if record.kind == "dir":
-            made = placing.make_directory(self.root, rel, record)
-            where = self.registry.names.locate(rel)
-            if where is not None and not where.inner and (made or self.view.connected):
-                self.joins(where, seen)
-        else:
-            if placing.read_link(self.root, rel) == record.target:
-                return False
-            self._make_way_for_users_latest(rel)
-            if placing.look(self.root, rel) is not None:
-                return False
-            placing.make_link(self.root, rel, record)
-            made = True
-        if made:
-            self.tell(rel)
-        return made
-
-    async def _place_plain(self, rel: str, seen: Seen[TreeRecord]) -> bool:
-        file = seen.record.file
-        if file is None:
-            return False
-        self._make_way_for_users_latest(rel)
-        if not self._is_plain_wanted(rel, file):
-            return False
-        fetched = await self.maker.fetch_all([file])
-        if self.view.tree.get(rel) != seen or not self._is_plain_wanted(rel, file):
-            return False  # news came meanwhile, or a program made it
-        self.maker.make(self.root, rel, file, plain_place(rel), fetched.get(file.version))
-        self.published[rel] = file.version
-        self.tell(rel)
-        return True
-
-    def _is_plain_wanted(self, rel: str, file: FileRecord) -> bool:
-        """Nothing is there, or what the catalogue had before: another node's file, or one that this node published."""
-        if self.removed_here(rel):
-            return False
-        standing, version = self.maker.standing(self.root, rel, file)
-        if standing == "in the way":
-            raise FileExistsError(errno.EEXIST, "something else has the name", rel)
-        is_theirs = bool(version) and version.partition("/")[0] != self.copies.node
-        return standing == "absent" or (standing == "other" and (is_theirs or version == self.published.get(rel)))
-
-    def _is_as_told(self, rel: str, seen: Seen[TreeRecord]) -> bool:
-        """What stands there is what the catalogue has, and not something of this node that it does not know yet."""
-        if seen.record.file is not None:
-            return self.maker.standing(self.root, rel, seen.record.file)[0] == "same"
-        return seen.record.kind == "dir" and self._is_directory(rel)
-
-    def _make_way_for_users_latest(self, rel: str) -> None:
-        """A program made its own `latest` on another node: this node's link goes."""
-        directory, _, name = rel.rpartition("/")
-        if name == LATEST and directory and self.registry.latest.is_ours(directory) and not self.removed_here(rel):
-            placing.remove_file(self.root, rel)
-            self.registry.latest.made_by_program(directory)
-
-    def joins(self, where: StepPath, seen: Seen[TreeRecord]) -> StepRecord | None:
-        """The step's directory is in the catalogue: its record says since when."""
-        record = self.registry.at_or_new(where)
-        if record is not None and record.manifest.joined == 0:
-            record.manifest.joined = seen.create_revision
-            record.unsaved = True
-            self.registry.wake.set()
-        return record
-
     # --- files of steps
 
     async def _step(self, where: StepPath) -> StepRecord | None:
         """The step's record, at the generation that the catalogue says is complete."""
         key = where.namespace, where.step
         record = self.registry.at(where)
-        if record is None or not self._is_directory(where.step_rel):
+        if record is None or not self.is_directory(where.step_rel):
             await self.place_tree(where.step_rel)
             record = self.registry.at(where)
         state = self.view.states.get(key)
@@ -387,7 +293,7 @@ class Showing:
                     record.manifest.files[inner] = self.maker.entry_of(record.directory / inner, file)
                     record.unsaved = True
                 return False
-        except OSError as error:
+        except (OSError, TierfsError) as error:
             self.cannot(rel, error)
             return False
         if standing == "in the way":
@@ -463,31 +369,6 @@ class Showing:
         finally:
             if not lock.locked() and not lock.statistics().tasks_waiting and self._locks.get(key) is lock:
                 del self._locks[key]
-
-    def tell(self, rel: str) -> None:
-        """The kernel hears of a name that was made, replaced or removed."""
-        directory, _, name = rel.rpartition("/")
-        self.registry.invalidate(directory, name)
-
-    def cannot(self, rel: str, error: Exception) -> None:
-        """Said once for each reason."""
-        message = error.message if isinstance(error, TierfsError) else str(error)
-        where = self.registry.names.locate(rel)
-        extra = (
-            {"file": rel} if where is None else {"namespace": where.namespace, "step": where.step, "file": where.inner}
-        )
-        first = (rel, message) not in self._told
-        if len(self._told) > 10_000:
-            self._told.clear()
-        self._told.add((rel, message))
-        log.log(logging.ERROR if first else logging.DEBUG, "can't be shown here: %s", message, extra=extra)
-
-    def _is_directory(self, rel: str) -> bool:
-        try:
-            info = placing.look(self.root, rel)
-        except (OSError, PathRefused):
-            return False
-        return info is not None and stat.S_ISDIR(info.st_mode)
 
     def _state_keys(self, where: StepPath | None) -> Sequence[str]:
         return [state_key(where.namespace, where.step)] if where is not None else []
