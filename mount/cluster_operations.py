@@ -36,8 +36,6 @@ class ClusterWork(Protocol):
 
     async def verify(self, path: str, progress: Tell, /) -> dict[str, Any]: ...
 
-    async def repair(self, path: str, /, *, dry_run: bool, progress: Tell) -> dict[str, Any]: ...
-
 
 class ClusterControl:
     """The operations of one instance. A node that is alone answers `nodes`, and refuses the rest."""

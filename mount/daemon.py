@@ -25,7 +25,10 @@ from mount.mending import run_again
 from mount.operations import Operations
 from mount.processes import FUSE_FD, READY_FD
 from mount.runtime import Instance, MountRecord, log_directory, read_record
+from tierfs.cluster.operations import ClusterOperations
+from tierfs.cluster.tier import ClusterTier
 from tierfs.errors import MountError, TierfsError
+from tierfs.hydrate.stub_tier import StubTier
 from tierfs.logs import NamespaceLog, configure_logging
 from tierfs.objects.pool import WorkerPool
 from tierfs.persist.operations import ObjectOperations
@@ -47,6 +50,8 @@ INIT_WITHIN_S = 30.0
 DRAIN_S = 20.0
 #: How long a fresh mount waits for the object tier's first listing before it calls itself ready.
 LISTED_WITHIN_S = 10.0
+#: The same for the catalogue.
+JOINED_WITHIN_S = 5.0
 LOOK_S = 0.1
 #: After so many attempts that failed the store is taken for unreachable for now.
 MOST_RETRIES = 3
@@ -68,6 +73,7 @@ class Daemon:
         self._is_unmounted = False
         self._leaving = Leaving()
         self._listed = trio.Event()
+        self._joined = trio.Event()
         # Before pyfuse3 is imported anywhere: its calls to libfuse must find the channel's.
         self.channel = Channel(
             fuse_fd,
@@ -83,20 +89,30 @@ class Daemon:
         self.registry = StepRegistry(self.tier, settings, self.lines)
         self.registry.open_handles = lambda nodeid: self.channel.handles(nodeid).opens
         self.tier.on_pressure = self.registry.make_room
+        node = settings.node or f"{socket.gethostname()}.{instance.name}"
+        self.cluster = self._join_cluster(node)
         self.workers = WorkerPool(settings) if settings.object else None
         self.objects: ObjectSteps | None = None
+        hydration = self.cluster.hydration if self.cluster is not None else None
         if self.workers is not None:
-            node = settings.node or f"{socket.gethostname()}.{instance.name}"
-            self.registry.object_tier = self.objects = ObjectSteps(self.registry, self.workers, node=node)
-            self.objects.hydration.scan()
+            self.objects = ObjectSteps(self.registry, self.workers, node=node, hydration=hydration)
+            self.registry.object_tier = self.objects
+            hydration = self.objects.hydration
+            if self.cluster is not None:
+                self.cluster.sources.objects = self.objects.source
+        elif hydration is not None:
+            self.registry.object_tier = StubTier(hydration)
+        if hydration is not None:
+            hydration.scan()
         recover(self.registry)
+        if self.cluster is not None:
+            self.cluster.scan()
         self.steps = Steps(self.registry)
 
         from mount.filesystem import TierFs
         from mount.nodes import raise_descriptor_limit
 
         raise_descriptor_limit()
-        hydration = self.objects.hydration if self.objects is not None else None
         self.filesystem = TierFs(self.tier, self.channel, self.steps, hydration=hydration)
         if takeover:
             self.steps.resume(nodeid for nodeid, _, handles in self.channel.open_nodes() if handles.writers)
@@ -108,10 +124,20 @@ class Daemon:
             self.channel,
             path_of=self.filesystem.nodes.path,
             objects=self._object_operations(),
+            cluster=ClusterOperations(self.cluster) if self.cluster is not None else None,
             leaving=self._leaving,
         )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
+
+    def _join_cluster(self, node: str) -> ClusterTier | None:
+        if not self.settings.catalog:
+            return None
+        from tierfs.catalog.opening import open_store
+
+        cluster = ClusterTier(self.registry, open_store(self.settings), node=node, mountpoint=self.record.mountpoint)
+        self.registry.cluster = cluster
+        return cluster
 
     def _object_operations(self) -> ObjectOperations | None:
         tier = self.objects
@@ -131,16 +157,32 @@ class Daemon:
                 await nursery.start(self.upkeep.run)
                 nursery.start_soon(self.tier.trim_leftovers)
                 await nursery.start(self.control.run)
+                if self.cluster is not None:
+                    nursery.start_soon(self._run_cluster, self.cluster)
                 if self.workers is not None and self.objects is not None:
                     nursery.start_soon(self._run_object_tier, self.workers, self.objects)
                 nursery.start_soon(self._tell_ready, ready_fd)
                 await pyfuse3.main(max_tasks=MOST_TASKS)
                 self._is_unmounted = True
                 await self._drain()
+                if self.cluster is not None:
+                    await self.cluster.leave()
                 nursery.cancel_scope.cancel()
         finally:
             self._save()
             pyfuse3.close(unmount=False)
+
+    async def _run_cluster(self, cluster: ClusterTier) -> None:
+        await run_again(
+            [cluster.run],
+            "the cluster's part",
+            started=self._cluster_works,
+            failed=lambda message: self.registry.problem("error", message, ""),
+        )
+
+    def _cluster_works(self) -> None:
+        self.registry.clear_problems("")
+        self._joined.set()
 
     async def _run_object_tier(self, workers: WorkerPool, objects: ObjectSteps) -> None:
         await run_again(
@@ -173,6 +215,9 @@ class Daemon:
         with trio.fail_after(INIT_WITHIN_S):
             while self.channel.info().proto == (0, 0):  # noqa: ASYNC110 - the answer passes through C
                 await trio.sleep(0.002)
+        if self.cluster is not None and not self.takeover:
+            with trio.move_on_after(JOINED_WITHIN_S):  # so that whoever waited for the mount sees the steps of all
+                await self._joined.wait()
         if self.objects is not None and not self.takeover:
             await self._wait_for_listing()
         self.registry.tell_untold()

@@ -133,7 +133,7 @@ class Cluster(Protocol):
         ...
 
     def may_leave_ram(self, record: StepRecord) -> bool:
-        """Evicting this node's copies of it would lose nothing that only they hold."""
+        """Something that outlives this node's copies holds the step as it is, so that they may become stubs."""
         ...
 
     def ram_bytes(self, record: StepRecord) -> int | None:

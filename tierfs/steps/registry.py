@@ -300,7 +300,7 @@ class StepRegistry:
                 bytes=self.ram_bytes(record),
                 pinned=record.manifest.pinned,
                 open_handles=handles.get(record.key, 0),
-                only_copy_owed=not (self.object_tier.may_leave_ram(record) and self.cluster.may_leave_ram(record)),
+                only_copy_owed=not self.object_tier.may_leave_ram(record),
                 state="complete",
             ): record
             for record in self.records.values()

@@ -1,0 +1,412 @@
+"""This node among others, put together: what the mount and the steps tell the cluster and ask of it.
+
+`ClusterTier` implements `tierfs.steps.cluster.Cluster`. Each call is handed on to the part whose job it is; what they
+know of each other is set here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import tierfs
+from tierfs.catalog.records import NodeRecord
+from tierfs.catalog.store import KeyStore
+from tierfs.cluster.addresses import advertised
+from tierfs.cluster.agreeing import Agreement
+from tierfs.cluster.copies import Copies
+from tierfs.cluster.draining import Drain
+from tierfs.cluster.following import Following
+from tierfs.cluster.holdings import Holdings
+from tierfs.cluster.joining import join, read_identity
+from tierfs.cluster.making import FileMaker, version_at
+from tierfs.cluster.membership import Membership
+from tierfs.cluster.operating import Operating
+from tierfs.cluster.part_files import PartFiles
+from tierfs.cluster.publishing import Publisher
+from tierfs.cluster.removing import Removing
+from tierfs.cluster.replication import Replicator
+from tierfs.cluster.showing import Showing
+from tierfs.cluster.sources import Sources
+from tierfs.cluster.stewardship import Stewardship
+from tierfs.cluster.taking import Taking
+from tierfs.cluster.view import Change, View
+from tierfs.errors import CatalogError
+from tierfs.hydrate.hydration import Hydration
+from tierfs.steps.cluster import Agreement as Outcome
+from tierfs.steps.markers import MarkerContent
+from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import Key, StepRegistry
+from tierfs.transport.client import TcpPeers
+from tierfs.transport.server import TcpServer
+
+log = logging.getLogger("tierfs.cluster")
+
+#: After the catalogue was read and could not be brought together with what is here.
+JOIN_AGAIN_S = 1.0
+#: How long a commit waits for this node's own view of it.
+SEEN_WITHIN_S = 5.0
+#: How long leaving may take: telling the others that this node goes.
+LEAVE_WITHIN_S = 5.0
+#: This node's room is told again when it moved by one part in so many.
+ROOM_SHARE = 20
+LOOK_AT_ROOM_S = 5.0
+
+
+class ClusterTier:
+    """Parts are public: the command line's operations read them. `run` is started before requests are served."""
+
+    shares = True
+
+    def __init__(self, registry: StepRegistry, store: KeyStore, *, node: str, mountpoint: str) -> None:
+        """Reads what the RAM tier knows of the cluster. SettingsError, OSError."""
+        settings = registry.settings
+        self.registry, self.settings, self.node, self.store = registry, settings, node, store
+        self._mountpoint = mountpoint
+        self._started_at = time.time()
+        self._tier = read_identity(registry.tier.meta).tier
+        self.view = View(store)
+        self.view.use_markers(lambda inner: registry.rules.match(inner) is not None)
+        self.copies = Copies(registry, node)
+        self.server = TcpServer(self.copies, settings, node)
+        self.peers = TcpPeers(settings, node, self._addresses_of)
+        self.sources = Sources(self.view, self.peers, node=node, retry_for_s=settings.transfer.read_retry_for_s)
+        self.hydration = Hydration(registry, self.sources)
+        self.hydration.on_whole_version = lambda ino, path, version: self.copies.adopt(path, ino, version)
+        self.hydration.version_of = self.copies.version_of
+        self.hydration.on_version_left = self._copy_left
+
+        self.publisher = Publisher(registry, store, self.view, self.copies, node)
+        self.agreement = Agreement(registry, self.view, self.publisher, self.copies, node)
+        self.removing = Removing(registry, store, self.view, self.publisher, node)
+        maker = FileMaker(
+            registry,
+            self.view,
+            self.copies,
+            self.peers,
+            self.hydration.table.add,
+            lambda ino: self.hydration.on_replaced(ino),
+        )
+        self.showing = Showing(registry, self.view, self.copies, maker)
+        self.taking = Taking(self.showing)
+        self.following = Following(
+            registry, self.view, self.showing, self.taking, Operating(registry, self.view, self.showing)
+        )
+        parts = PartFiles(store, self.view)
+        self.holdings = Holdings(store, self.view, self.copies, parts, node)
+        self.replicator = Replicator(registry, self.view, self.peers, self.copies, self.holdings, parts, node)
+        self.stewardship = Stewardship(
+            store,
+            self.view,
+            node,
+            lambda namespace: settings.for_namespace(namespace).replication.replicas,
+            self.is_persisted,
+            settings.replication.after_s,
+        )
+        self.membership = Membership(store, self.view, self.describe_node, lease_s=settings.cluster.lease_s)
+        self.drain = Drain(
+            registry,
+            self.view,
+            self.peers,
+            self.copies,
+            self.replicator.groups,
+            node,
+            member_changed=self.membership.changed,
+            is_persisted=self.is_persisted,
+        )
+        self._addresses: tuple[str, ...] = ()
+        self._told_free = 0
+        self._join_wanted = trio.Event()
+        self._wire()
+
+    def _wire(self) -> None:
+        """What the parts tell each other."""
+        self.view.listen(self._seen)
+        self.publisher.on_deleted = self.following.step_deleted
+        self.publisher.on_committed = self.following.step_committed
+        self.publisher.on_withdrawn = self.following.step_withdrawn
+        self.publisher.names.on_kept = self.following.path_kept
+        self.showing.removed_here = self.publisher.is_removed_here
+        self.following.made_here = self.publisher.is_made_here
+        self.holdings.on_put = self.stewardship.poke
+
+    def scan(self) -> None:
+        """At start, before the first request, after the stubs: find the copies. Blocking."""
+        self.copies.scan()
+
+    # --- running
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. Started once the catalogue was read and is shown, or it can't be reached."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.server.run)
+            self._addresses = advertised(self.settings, self.server.addresses)
+            await nursery.start(self.peers.run)
+            await nursery.start(self.hydration.run)
+            await nursery.start(self.following.run)
+            await nursery.start(self.replicator.run)
+            await nursery.start(self.holdings.run)
+            await nursery.start(self.stewardship.run)
+            await nursery.start(self.publisher.run)
+            await nursery.start(self.removing.run)
+            await nursery.start(self.view.run)
+            nursery.start_soon(self._join_again)
+            await nursery.start(self.membership.run)
+            nursery.start_soon(self._tell_room)
+            task_status.started()
+
+    async def leave(self) -> None:
+        """The mount is gone: others needn't wait for the lease to run out. Before `run` is cancelled."""
+        with trio.move_on_after(LEAVE_WITHIN_S):
+            await self.publisher.flush(None, within_s=LEAVE_WITHIN_S / 2)
+            await self.membership.leave()
+
+    async def _join_again(self) -> None:
+        """Bring what is here and what the catalogue has together, each time it was read as a whole."""
+        while True:
+            self._join_wanted = trio.Event()
+            if self.view.connected:
+                try:
+                    await join(self.registry, self.view, self.publisher, on_path_deleted=self.following.path_deleted)
+                except (CatalogError, OSError) as error:
+                    log.warning("can't be brought together with the catalogue yet: %s", error)
+                    await trio.sleep(JOIN_AGAIN_S)
+                    continue
+            await self._join_wanted.wait()
+
+    def _seen(self, change: Change) -> None:
+        if change.kind == "reset":
+            self._join_wanted.set()
+        if change.kind in ("node", "reset"):
+            for record in self.registry.records.values():
+                if not record.is_complete and record.manifest.files:
+                    self.registry.judge_soon(record)  # it may have waited for just this node
+        if change.kind == "state" and change.step is not None:
+            self.registry.update_latest(change.step[0])
+
+    async def _tell_room(self) -> None:
+        """Others choose whom to give copies by the room there is."""
+        while True:
+            await trio.sleep(LOOK_AT_ROOM_S)
+            usage = self.registry.tier.usage()
+            if abs(usage.free_bytes - self._told_free) * ROOM_SHARE > usage.size_bytes:
+                self.membership.changed()
+
+    def describe_node(self) -> NodeRecord:
+        usage = self.registry.tier.usage()
+        self._told_free = usage.free_bytes
+        return NodeRecord(
+            node=self.node,
+            addresses=self._addresses,
+            tier=self._tier,
+            domain=self.settings.cluster.domain,
+            size_bytes=usage.size_bytes,
+            free_bytes=usage.free_bytes,
+            version=tierfs.__version__,
+            started_at=self._started_at,
+            state=self.drain.state,
+            mountpoint=self._mountpoint,
+        )
+
+    def _addresses_of(self, node: str) -> tuple[str, ...]:
+        seen = self.view.nodes.get(node)
+        return seen.record.addresses if seen is not None else ()
+
+    # --- names
+
+    async def make_directory(self, rel: str, mode: int, uid: int, gid: int) -> None:
+        try:
+            await self.publisher.make_directory(rel, mode, uid, gid)
+        except FileExistsError:
+            await self.showing.show(rel)
+            raise
+
+    async def claim(self, rel: str) -> None:
+        await self.showing.show(rel)
+        if self._look(rel) is not None:
+            return  # open(2) itself says EEXIST
+        await self.publisher.claim(rel)
+
+    def may_have(self, rel: str) -> bool:
+        return self.showing.may_have(rel)
+
+    async def show(self, rel: str) -> None:
+        await self.showing.show(rel)
+
+    async def show_listing(self, rel: str) -> None:
+        await self.showing.show_listing(rel)
+
+    def made(self, rel: str) -> None:
+        info = self._look(rel)
+        if info is None:
+            return
+        if not stat.S_ISREG(info.st_mode):
+            self.publisher.tree_changed(rel)
+        elif info.st_nlink > 1 and info.st_ino not in self.registry.tier.growing:
+            self.sealed(rel, info.st_ino)  # a hard link: nobody closes it
+
+    def gone(self, rel: str) -> None:
+        self.removing.gone(rel)
+
+    async def before_move(self, old: str, new: str) -> None:
+        await self.removing.before_move(old, new)
+
+    def moved(self, old: str, new: str) -> None:
+        self.copies.moved(self.registry.root / old, self.registry.root / new)
+        self.removing.moved(old, new)
+
+    # --- files
+
+    def opened(self, rel: str, ino: int) -> None:
+        self.publisher.opened(rel, ino)
+        try:
+            self.copies.growing(rel, ino)
+        except OSError as error:
+            log.debug("%s is gone already: %s", rel, error)
+
+    async def before_write(self, rel: str, ino: int) -> None:
+        await self.publisher.withdraw(rel, ino)
+
+    def sealed(self, rel: str, ino: int) -> None:
+        if not self.hydration.is_stub(ino):
+            try:
+                self.copies.sealed(rel, ino)
+            except OSError as error:
+                log.warning("%s can't be given a version: %s", rel, error, extra=self._extra(rel))
+                return
+        self.publisher.sealed(rel, ino)
+
+    async def wait_file_replicated(self, rel: str, ino: int) -> None:
+        where = self.registry.names.locate(rel)
+        version = self.copies.version_of(ino) or self.copies.growing_version(ino)
+        if where is not None and version:
+            await self.replicator.wait_file(where.namespace, version)
+
+    # --- steps
+
+    async def agree(
+        self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
+    ) -> Outcome:
+        outcome = await self.agreement.agree(record, marker, content, marker_at)
+        if outcome == "agreed":
+            await self._show_all(record, marker)
+        return outcome
+
+    async def _show_all(self, record: StepRecord, marker: str | None) -> None:
+        """The step was committed by this node: what the others wrote gets its names here, before the marker does."""
+        manifest = record.manifest
+        generation = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
+        key = record.key
+
+        def is_seen() -> bool:
+            seen = self.view.states.get(key)
+            return seen is not None and seen.record.generation >= generation
+
+        await self.view.until(is_seen, within_s=SEEN_WITHIN_S)
+        try:
+            files = await self.view.files(key, generation, fresh=True)
+        except CatalogError as error:
+            log.warning("names of other nodes' files are made later: %s", error, extra=self.registry.extra(record))
+            return
+        names = [inner for inner in files.files if inner != marker]
+        async with self.showing.lock(key):
+            await self.showing.place_files(record, files, names, is_complete=True, by_force=True)
+
+    def completed(self, record: StepRecord) -> None:
+        self.agreement.completed(record)
+        self.publisher.changed(record)
+        self.holdings.changed(record.key)
+
+    def changed(self, record: StepRecord) -> None:
+        self.publisher.changed(record)
+
+    def removed(self, record: StepRecord) -> None:
+        self.publisher.removed(record)
+        self.copies.forget_step(record.key)
+        self.replicator.forget(record.key)
+
+    def retire(self, record: StepRecord) -> bool:
+        if not record.manifest.joined:
+            return True
+        if not self.view.connected:
+            return False
+        self.removed(record)
+        return True
+
+    # --- asked
+
+    def owns(self, record: StepRecord, inner: str) -> bool:
+        """The node that wrote the file; where that is gone, whoever has its bytes."""
+        version, _ = self._version(record.directory / inner)
+        author = version.partition("/")[0]
+        if not author or author == self.node:
+            return True
+        return author not in self.view.nodes and self.copies.has(version)
+
+    def is_readable(self, record: StepRecord) -> bool:
+        seen = self.view.states.get(record.key)
+        if seen is None or seen.record.generation != record.manifest.generation:
+            return True
+        return seen.record.level != "lost" or record.is_persisted
+
+    def may_leave_ram(self, record: StepRecord) -> bool:
+        return record.is_persisted
+
+    def ram_bytes(self, record: StepRecord) -> int | None:
+        if not record.manifest.joined and not record.manifest.files:
+            return None
+        return self.hydration.ram_bytes(record) + self.copies.bytes_of(record.key)
+
+    async def wait_replicated(self, record: StepRecord) -> None:
+        await self.replicator.wait_replicated(record.key, record.manifest.generation)
+
+    def has_peers(self) -> bool:
+        return len(self.view.nodes) > 1
+
+    def is_persisted(self, key: Key) -> bool:
+        """The object tier has the step as it is complete here."""
+        record = self.registry.records.get(key)
+        return record is not None and record.is_persisted
+
+    def describe(self, record: StepRecord) -> dict[str, Any]:
+        replicas = self.settings.for_namespace(record.manifest.namespace).replication.replicas
+        wanted = min(replicas, max(1, len(self.view.nodes)))
+        seen = self.view.states.get(record.key)
+        if not record.is_complete:
+            return {"replica": {"state": "none", "wanted": wanted, "copies": 0}}
+        level = seen.record.level if seen is not None and seen.record.generation == record.manifest.generation else ""
+        if level == "replicated":
+            return {"replica": {"state": "replicated", "wanted": wanted, "copies": wanted}}
+        if level == "lost":
+            return {"replica": {"state": "lost", "wanted": wanted, "copies": 0}}
+        return {"replica": {"state": "copying" if replicas > 1 else "none", "wanted": wanted, "copies": 1}}
+
+    # --- inside
+
+    def _copy_left(self, ino: int, version: str) -> None:
+        """A whole file became a stub: this node is no holder of its step's part any more."""
+        for key in self.registry.records:
+            self.holdings.changed(key)
+
+    def _look(self, rel: str) -> Any:
+        try:
+            return (self.registry.root / rel).lstat()
+        except OSError:
+            return None
+
+    def _version(self, path: Path) -> tuple[str, Any]:
+        try:
+            return version_at(path)
+        except OSError:
+            return "", None
+
+    def _extra(self, rel: str) -> dict[str, str]:
+        where = self.registry.names.locate(rel)
+        if where is None:
+            return {"file": rel}
+        return {"namespace": where.namespace, "step": where.step, "file": where.inner}
