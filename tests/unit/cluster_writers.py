@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tierfs.cluster.joining import join
 from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.removing import Removing
 from tierfs.cluster.view import Change
-from tierfs.errors import CatalogError, TierfsError
+from tierfs.errors import CatalogError
 from tierfs.steps.cluster import Agreement as Outcome
 from tierfs.steps.cluster import Alone
 from tierfs.steps.markers import MarkerContent
@@ -95,14 +95,10 @@ class WritingNode(Node):
         self.publisher = Publisher(self.registry, self.store, self.view, self.copies, self.name)
         self.agreement = Agreement(self.registry, self.view, self.publisher, self.copies, self.name)
         self.removing = Removing(self.registry, self.store, self.view, self.publisher, self.name)
-        self.asked: list[Callable[[], Awaitable[object]]] = []
-        self._asks = trio.Event()
-        self.publisher.on_deleted = lambda record: self._ask(
-            lambda: self.taking.removed(record.key, record.manifest.joined)
-        )
-        self.publisher.on_committed = lambda key: self._ask(lambda: self.taking.follow(key))
-        self.publisher.on_withdrawn = lambda record: self._ask(lambda: self.taking.withdrawn(record.key))
-        self.publisher.names.on_kept = lambda rel: self._ask(lambda: self._kept(rel))
+        self.publisher.on_deleted = self.following.step_deleted
+        self.publisher.on_committed = self.following.step_committed
+        self.publisher.on_withdrawn = self.following.step_withdrawn
+        self.publisher.names.on_kept = self.following.path_kept
         self.showing.removed_here = self.publisher.is_removed_here
         self.following.made_here = self.publisher.is_made_here
         self.registry.cluster = Told(self)  # type: ignore[assignment]
@@ -113,31 +109,6 @@ class WritingNode(Node):
         if change.kind == "reset":
             self._join_wanted.set()
 
-    def _ask(self, work: Callable[[], Awaitable[object]]) -> None:
-        self.asked.append(work)
-        self._asks.set()
-
-    async def _kept(self, rel: str) -> None:
-        await self.showing.place_tree(rel)
-        namespace, _, step = rel.rpartition("/")
-        if (namespace, step) in self.view.states:
-            await self.taking.follow((namespace, step))
-
-    async def _do_asked(self) -> None:
-        while True:
-            self._asks = trio.Event()
-            while self.asked:
-                work = self.asked.pop(0)
-                try:
-                    await work()
-                except (OSError, TierfsError):
-                    await trio.sleep(0.05)
-                    self.asked.append(work)
-            await self._asks.wait()
-
-    def _path_deleted(self, rel: str) -> None:
-        (self.root / rel).unlink(missing_ok=True) if not (self.root / rel).is_dir() else (self.root / rel).rmdir()
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with trio.open_nursery() as nursery:
@@ -146,7 +117,6 @@ class WritingNode(Node):
             await nursery.start(self.removing.run)
             await nursery.start(self.view.run)
             nursery.start_soon(self._join_again)
-            nursery.start_soon(self._do_asked)
             if self.view.connected:
                 await self.become_member()
             yield
@@ -160,7 +130,7 @@ class WritingNode(Node):
             self._join_wanted = trio.Event()
             if self.view.connected:
                 try:
-                    await join(self.registry, self.view, self.publisher, on_path_deleted=self._path_deleted)
+                    await join(self.registry, self.view, self.publisher, on_path_deleted=self.following.path_deleted)
                 except CatalogError:
                     await trio.sleep(0.05)
                     continue
