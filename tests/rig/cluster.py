@@ -80,7 +80,8 @@ class Node(Instance):
         command = self.host.command(TIERFS, "mount", self.mountpoint, "-o", options)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
         # 3: mounted, with problems of its own, such as an etcd that can't be reached
-        assert done.returncode in (0, 3), f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}"
+        if done.returncode not in (0, 3):
+            raise CommandFailed(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}\n{self.log()}")
         if self not in self.live:
             self.live.append(self)
         self.is_started = True
@@ -146,7 +147,7 @@ class Node(Instance):
 
     def log(self, lines: int = 60) -> str:
         parts = []
-        for path in sorted((self.directory / "log" / self.name).rglob("*.log")):
+        for path in sorted((self.directory / "log" / f"n{self.number}").rglob("*.log")):
             tail = path.read_text(errors="replace").splitlines()[-lines:]
             parts.append("\n".join([f"--- {path}", *tail]))
         return "\n".join(parts)
@@ -189,7 +190,7 @@ class Cluster(Sequence[Node]):
         options = {
             **QUICK,
             "runtime_dir": str(self.directory / "run"),
-            "log.directory": str(self.directory / "log"),
+            "log.directory": str(self.directory / "log" / f"n{number}"),
             "catalog": self.etcd.url,
             "node": f"n{number}",
             "cluster.listen": f"{host.address}:{PEER_PORT}",

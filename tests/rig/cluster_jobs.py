@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rig import checkpoints
 from rig.cluster import Node
+from rig.instance import wait_until
 from rig.ranks import Rank, Seat, Table
 
 
@@ -79,6 +80,6 @@ def save_and_rotate(rank: Rank, directory: str, seeds: Sequence[int], size_bytes
             if (old := root / f"step_{seed - 2}").exists():
                 shutil.rmtree(old)
         dist.barrier()
-        assert tracker.read_text() == str(seed)
+        wait_until(lambda seed=seed: tracker.read_text() == str(seed), "the tracker file's new text", 1)
         checkpoints.check(root / f"step_{seed}", seed, size_bytes)
         dist.barrier()
