@@ -36,7 +36,10 @@ async def test_a_file_is_copied_while_it_grows_and_told_once_its_step_is_complet
         file = a.begin("a.distcp")
         file.write(DATA[: CHUNK_BYTES + MIB], 0)
         await eventually(lambda: all_nodes.network.sent["a"] >= CHUNK_BYTES + MIB, "it is copied before it is sealed")
-        assert b.shelf() == {}
+        file.write(b"synced", CHUNK_BYTES + MIB)
+        with trio.fail_after(10):
+            await a.replicator.wait_growing(KEY[0], file.ino)
+        assert all_nodes.network.sent["a"] == CHUNK_BYTES + MIB + 6 and b.shelf() == {}
         file.write(b"header", 5)  # the writer goes back, behind what was copied
         file.write(DATA[CHUNK_BYTES + MIB :], CHUNK_BYTES + MIB)
         version = file.seal()

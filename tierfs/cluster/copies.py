@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from tierfs.catalog.records import check_version
 from tierfs.checksum import FileChecksum, checksum_fd
 from tierfs.cluster.offering import GrowingFile, Offering
 from tierfs.cluster.versions import (
+    files_below,
     new_version,
     open_for_reading,
     read_version,
@@ -74,6 +75,8 @@ class Copies:
         self._summing: dict[str, trio.Event] = {}
         self._limiter = trio.CapacityLimiter(2)
         self._offering = Offering(self._sealed_now)
+        #: Of what is being copied here while it grows elsewhere, by its growing name: the bytes from its start on.
+        self.arrived: Callable[[str], FileChecksum | None] = lambda version: None
 
     # --- the index
 
@@ -84,11 +87,11 @@ class Copies:
         self._shelved.clear()
         self._on_shelf.clear()
         tier = self._tier
-        for path in list(_files(self.shelf)):
+        for path in list(files_below(self.shelf)):
             if path.name.endswith(PULLING):
                 path.unlink(missing_ok=True)
         for top in (self.shelf, tier.generations, tier.path / "unlinked", tier.root):
-            for path in _files(top):
+            for path in files_below(top):
                 with contextlib.suppress(OSError):
                     version = whole_version(path)
                     if version is not None:
@@ -268,6 +271,9 @@ class Copies:
         return self.open_version(final)
 
     async def checksum(self, version: str) -> FileChecksum:
+        arrived = self.arrived(version)
+        if arrived is not None:
+            return arrived
         while version in self._summing:
             await self._summing[version].wait()
         fd = self.open_version(version)
@@ -359,6 +365,10 @@ class Copies:
             )
         self._offering.end(ino, offer)
         return version
+
+    def tell_growth(self, ino: int) -> int:
+        """Others hear at once how far an open file is written: that many bytes, 0 where it can't be told."""
+        return self._offering.tell_now(ino)
 
     def grows_no_more(self, ino: int) -> None:
         """It was removed, or left its step, while it was written."""
@@ -482,16 +492,3 @@ def _check_inode(path: Path, ino: int) -> None:
     info = path.lstat()
     if info.st_ino != ino or not stat.S_ISREG(info.st_mode):
         raise FileNotFoundError(f"{path} is not the file with inode {ino}")
-
-
-def _files(top: Path) -> Iterator[Path]:
-    """The regular files below; symbolic links are not followed. Nothing there is fine."""
-    pending = [str(top)]
-    while pending:
-        directory = pending.pop()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                elif entry.is_file(follow_symlinks=False):
-                    yield Path(entry.path)

@@ -76,6 +76,17 @@ class Offering:
     def growing(self, ino: int) -> GrowingFile | None:
         return self._growing.get(ino)
 
+    def tell_now(self, ino: int) -> int:
+        """Offer all that is written of a growing file at once, however little that is; returns how much, 0 for none."""
+        file = self._growing.get(ino)
+        if file is None:
+            return 0
+        size = file.size_bytes()
+        for subscriber in self._subscribers:
+            subscriber.told[file.version] = min(subscriber.told.get(file.version, 0), size - LEAST_GROWTH_BYTES)
+        self._wake()
+        return size
+
     def named(self, version: str) -> GrowingFile | None:
         return self._by_version.get(version)
 

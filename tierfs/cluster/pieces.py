@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierfs.checksum import CHUNK_BYTES, combine
+from tierfs.checksum import CHUNK_BYTES, FileChecksum, combine
 
 #: A piece of a growing file is at least so large, or has waited long enough.
 PIECE_BYTES = 4 << 20
@@ -60,6 +60,19 @@ class Pieces:
     def is_whole(self) -> bool:
         """All bytes of the sealed file came, right or wrong."""
         return self.sealed and self._first >= self._count and not self.busy
+
+    def arrived(self) -> FileChecksum:
+        """The bytes that are here from the file's start on, up to the first that is missing."""
+        size = full = 0
+        chunks = []
+        for index in range(min(self._first + 1, self._count)):
+            chunk = self._chunks[index]
+            if not chunk.have:
+                break
+            full = combine(full, chunk.crc, chunk.have) if size else chunk.crc
+            size += chunk.have
+            chunks.append(chunk.crc)
+        return FileChecksum(size, full, tuple(chunks), self._chunk_bytes)
 
     def grow(self, size_bytes: int) -> None:
         """So much is there now. Less than before: it was cut, and what came of the cut chunk may be another."""

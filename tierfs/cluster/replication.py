@@ -17,6 +17,7 @@ from typing import Any
 import trio
 
 from tierfs.catalog.records import StepState, check_version
+from tierfs.checksum import FileChecksum
 from tierfs.cluster.copies import Copies
 from tierfs.cluster.grouping import Groups
 from tierfs.cluster.holdings import Holdings
@@ -34,8 +35,6 @@ from tierfs.transport.peers import Offer, Peers
 
 log = logging.getLogger("tierfs.cluster")
 
-#: A file that grows is fetched from this size on; smaller ones once they are sealed.
-GROWING_FROM_BYTES = 1 << 20
 #: Files of complete steps that are fetched at the same time.
 MISSING_AT_ONCE = 8
 #: After a lost subscription, a failed reading, a refusal for want of room.
@@ -88,6 +87,8 @@ class Replicator:
         self.room = ReplicaRoom(registry)
         waits = CopyWaits(view, peers, copies, self.groups, node)
         self.wait_replicated, self.wait_file = waits.wait_replicated, waits.wait_file
+        self.wait_growing = waits.wait_growing
+        copies.arrived = self._arrived
         self._missing = MissingParts(
             view, self.groups, parts, copies, node, after_s=settings.replication.after_s, wake=self._plan_soon
         )
@@ -215,7 +216,7 @@ class Replicator:
                 self._begin(place, offer.version, offer.generation).seal(offer.version, offer.size_bytes)
         elif pull is not None:
             pull.grew(offer.size_bytes)
-        elif offer.size_bytes >= GROWING_FROM_BYTES and self._not_before.get(place, 0.0) <= trio.current_time():
+        elif offer.size_bytes and self._not_before.get(place, 0.0) <= trio.current_time():
             self._begin(place, offer.version, offer.generation).grew(offer.size_bytes)
 
     def _checked(self, author: str, offer: Offer) -> Key:
@@ -477,6 +478,10 @@ class Replicator:
     def _is_persisted(self, key: Key) -> bool:
         record = self._registry.records.get(key)
         return record is not None and record.is_persisted
+
+    def _arrived(self, growing: str) -> FileChecksum | None:
+        pulls = (pull for pull in self._pulls.values() if pull.version == growing and not pull.pieces.sealed)
+        return next((pull.pieces.arrived() for pull in pulls), None)
 
     def _extra(self, key: Key, inner: str = "") -> dict[str, Any]:
         return {"namespace": key[0], "step": key[1], "file": inner, "tier": "ram"}

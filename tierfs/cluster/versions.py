@@ -111,3 +111,16 @@ def _writable(path: Path) -> Iterator[None]:
         if mode:
             with contextlib.suppress(FileNotFoundError):
                 path.chmod(mode)
+
+
+def files_below(top: Path) -> Iterator[Path]:
+    """The regular files below; symbolic links are not followed. Nothing there is fine."""
+    pending = [str(top)]
+    while pending:
+        directory = pending.pop()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import trio
 
+from tierfs.cluster.copies import Copies
 from tierfs.cluster.grouping import Groups
-from tierfs.cluster.pulling import ShelfPlaces
 from tierfs.cluster.view import View
 from tierfs.errors import PeerError
 from tierfs.steps.registry import Key
@@ -24,10 +25,10 @@ _LOOK_AGAIN_S = 3600.0
 class CopyWaits:
     """Neither wait is bounded in time: who waits is."""
 
-    def __init__(self, view: View, peers: Peers, shelf: ShelfPlaces, groups: Groups, node: str) -> None:
+    def __init__(self, view: View, peers: Peers, copies: Copies, groups: Groups, node: str) -> None:
         self._view = view
         self._peers = peers
-        self._shelf = shelf
+        self._copies = copies
         self._groups = groups
         self._node = node
 
@@ -55,23 +56,40 @@ class CopyWaits:
 
         They are asked, again and again, while somebody waits (fsync); that costs them a look at a table.
         """
+        await self._wait(namespace, version, 0, lambda: self._copies.has(version))
+
+    async def wait_growing(self, namespace: str, ino: int) -> None:
+        """At an fsync of an open file: until the partners have as much of it as is written now.
+
+        Only the seal compares their bytes with these: before it, no step can be complete with them. A file that is
+        sealed meanwhile is waited for as such.
+        """
+        version = self._copies.growing_version(ino)
+        size = self._copies.tell_growth(ino)
+        if version is not None and size:
+            await self._wait(namespace, version, size, lambda: self._copies.growing_version(ino) == version)
+        final = self._copies.version_of(ino)
+        if final is not None:
+            await self.wait_file(namespace, final)
+
+    async def _wait(self, namespace: str, version: str, size: int, is_here: Callable[[], bool]) -> None:
         holding: set[str] = set()
         pause = ASK_EVERY_S
-        while self._shelf.has(version):
+        while is_here():
             lacking = self._partners(namespace) - holding
             if not lacking:
                 return
             async with trio.open_nursery() as nursery:
                 for partner in sorted(lacking):
-                    nursery.start_soon(self._ask, partner, version, holding)
+                    nursery.start_soon(self._ask, partner, version, size, holding)
             if lacking - holding:
                 await trio.sleep(pause)
                 pause = min(1.5 * pause, MOST_ASK_EVERY_S)
 
-    async def _ask(self, partner: str, version: str, holding: set[str]) -> None:
+    async def _ask(self, partner: str, version: str, size: int, holding: set[str]) -> None:
         try:
-            await self._peers.checksum(partner, version)
-            holding.add(partner)
+            if (await self._peers.checksum(partner, version)).size_bytes >= size:
+                holding.add(partner)
         except PeerError as error:
             log.debug("%s does not hold %s yet: %s", partner, version, error)
 
