@@ -305,6 +305,33 @@ async def test_a_renamed_name_that_is_looked_for_waits_for_the_rename(cluster: d
         assert names_in(c.root / "moved") == {"step_1/own.pt"}
 
 
+async def test_a_rename_of_this_node_is_not_taken_for_a_removal(cluster: dict[str, Node]) -> None:
+    """The catalogue has the new name before the tree does."""
+    a, c = cluster["a"], cluster["c"]
+    await a.join()
+    async with c.running():
+        await a.publish_directory(STEP)
+        await a.write(STEP, {SHARD: 100_000}, 1)
+        await a.commit(STEP, {SHARD: 100_000}, [SHARD], 1, 1)
+        await c.caught_up()
+        await c.showing.show_listing(STEP)
+        inode = (c.root / STEP / SHARD).lstat().st_ino
+        c.showing.is_moving_here = lambda rel: rel in (STEP, "run/step_9")
+        (a.root / STEP).rename(a.root / "run/step_9")
+        await c.operate(Operation("rename", "c", STEP, "run/step_9"))
+        await a.publish_directory("run/step_9")
+        await a.publish_state("run/step_9")
+        await a.delete_step(STEP)
+        await c.caught_up()
+        await c.showing.show("run/step_9")
+        assert (c.root / STEP / SHARD).lstat().st_ino == inode and not (c.root / "run/step_9").exists()
+        await c.driver.rename(STEP, "run/step_9")
+        c.showing.is_moving_here = lambda rel: False
+        await until(lambda: not c.following.problems() and c.following.is_idle, "it is as the catalogue has it")
+        assert (c.root / "run/step_9" / SHARD).lstat().st_ino == inode and not (c.root / STEP).exists()
+        assert c.driver.record("run/step_9").is_complete
+
+
 async def test_a_programs_own_latest_takes_the_place_of_ours(cluster: dict[str, Node]) -> None:
     a, c = cluster["a"], cluster["c"]
     await a.join()

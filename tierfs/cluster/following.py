@@ -65,6 +65,10 @@ class _Failed:
     message: str
 
 
+class _Moving(TierfsError):
+    """It has to wait for a rename that this node is just making."""
+
+
 class Following:
     """Used from the trio thread. `made_here` says of a path that a program made it here since, though the catalogue's
     news are of its removal."""
@@ -205,15 +209,6 @@ class Following:
     async def _place(self, rel: str) -> None:
         await self._showing.place_tree(rel)
 
-    def _work_of(self, change: Change) -> _Work:
-        if change.kind == "tree":
-            return partial(self._tree, change.key, change.old, change.new)
-        if change.kind == "state" and change.step is not None:
-            return partial(self._state, change.step)
-        if change.kind == "operation":
-            return partial(self._operating.apply, change.new)
-        return self._nodes
-
     def _start(self, nursery: trio.Nursery, name: tuple[str, str], work: _Work, tries: int = 0) -> None:
         """Go on beside the rest."""
 
@@ -231,6 +226,8 @@ class Following:
 
     async def _try(self, name: tuple[str, str], work: _Work, tries: int) -> None:
         try:
+            if self._showing.is_moving_here(name[1]) and name[0] in ("tree", "state"):
+                raise _Moving(f"{name[1]} is just being renamed here")
             await work()
         except (OSError, TierfsError) as error:
             self._fails(name, work, tries + 1, error)
@@ -239,12 +236,13 @@ class Following:
 
     def _fails(self, name: tuple[str, str], work: _Work, tries: int, error: Exception) -> None:
         rel = name[1]
-        self._showing.cannot(rel, error)
+        if not isinstance(error, _Moving):
+            self._showing.cannot(rel, error)
         if tries >= MOST_TRIES:
             log.error("given up after %d tries: %s", tries, error, extra={"file": rel})
             self._failed.pop(name, None)
             return
-        pause_s = min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** (tries - 1))
+        pause_s = LEAST_PAUSE_S if isinstance(error, _Moving) else min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** (tries - 1))
         self._failed[name] = _Failed(work, tries, trio.current_time() + pause_s, str(error))
         self._news.set()
 

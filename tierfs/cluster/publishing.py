@@ -206,6 +206,14 @@ class Publisher:
                 return True
         return bool(self.journal.at(rel, "path")) and not (self.registry.root / rel).exists()
 
+    def is_moving_here(self, rel: str) -> bool:
+        """It is at or below a directory that is just being renamed here, by its old or its new name."""
+        return any(
+            f"{rel}/".startswith((f"{entry.path}/", f"{entry.target}/"))
+            for entry in self.journal
+            if entry.kind == "rename"
+        )
+
     def is_made_here(self, rel: str) -> bool:
         """A program made it here, and the catalogue does not know yet."""
         return rel in self.names.made or self._marks.has(("path", rel))

@@ -30,7 +30,8 @@ _TOLD = 10_000
 
 class ShownNames:
     """Used from the trio thread. `removed_here` says of a path that a program removed it here and the catalogue was
-    not told yet."""
+    not told yet; `is_moving_here` that it is at or below either name of a directory that this node is just renaming:
+    the catalogue has the new name already, and the tree still the old one."""
 
     def __init__(self, registry: StepRegistry, view: View, copies: Copies, maker: FileMaker) -> None:
         self.registry = registry
@@ -39,6 +40,7 @@ class ShownNames:
         self.maker = maker
         self.root = registry.root
         self.removed_here: Callable[[str], bool] = lambda rel: False
+        self.is_moving_here: Callable[[str], bool] = lambda rel: False
         #: The versions that the catalogue had of plain files, by path, as far as they were seen.
         self.published: dict[str, str] = {}
         self._placed: dict[str, int] = {}  # directories, by path
@@ -57,11 +59,13 @@ class ShownNames:
         True when something was made. What stands there already stays. OSError, TierfsError.
         """
         seen = self.view.tree.get(rel)
-        if seen is None or seen.record.kind == "claim" or self.removed_here(rel):
+        if seen is None or seen.record.kind == "claim" or self.removed_here(rel) or self.is_moving_here(rel):
             return False
         parent = rel.rpartition("/")[0]
         if parent and placing.look(self.root, parent) is None:
             await self.place_tree(parent)
+            if placing.look(self.root, parent) is None or self.view.tree.get(rel) != seen:
+                return False  # it goes, with all that is in it
         if seen.record.kind == "file":
             made = await self._place_plain(rel, seen)
         else:

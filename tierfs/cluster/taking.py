@@ -55,8 +55,9 @@ class Taking:
         OSError (ENOSPC), TierfsError (CatalogUnavailable): as it was, or done in part; it is to be done again.
         """
         async with self._showing.lock(key):
-            state, tree = self._view.states.get(key), self._view.tree.get(f"{key[0]}/{key[1]}")
-            if state is None or tree is None or self._showing.removed_here(f"{key[0]}/{key[1]}"):
+            rel = "/".join(key)
+            state, tree = self._view.states.get(key), self._view.tree.get(rel)
+            if state is None or tree is None or self._showing.removed_here(rel) or self._showing.is_moving_here(rel):
                 return False
             record = await self._record(key, tree.create_revision)
             if record is None:

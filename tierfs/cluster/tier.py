@@ -132,6 +132,8 @@ class ClusterTier:
         self.publisher.on_withdrawn = self.following.step_withdrawn
         self.publisher.names.on_kept = self.following.path_kept
         self.showing.removed_here = self.publisher.is_removed_here
+        self.showing.is_moving_here = self.publisher.is_moving_here
+        self.showing.is_completing = self.publisher.is_completing
         self.following.made_here = self.publisher.is_made_here
         self.holdings.on_put = self.stewardship.poke
 
