@@ -136,6 +136,7 @@ class ClusterTier:
         self.showing.is_completing = self.publisher.is_completing
         self.following.made_here = self.publisher.is_made_here
         self.holdings.on_put = self.stewardship.poke
+        self.replicator.taking_over.show = self.showing.place_tree
 
     def scan(self) -> None:
         """At start, before the first request, after the stubs: find the copies. Blocking."""
@@ -285,8 +286,10 @@ class ClusterTier:
 
     async def wait_file_replicated(self, rel: str, ino: int) -> None:
         where = self.registry.names.locate(rel)
-        version = self.copies.version_of(ino) or self.copies.growing_version(ino)
-        if where is not None and version:
+        version = self.copies.version_of(ino)
+        if where is not None and version is None:
+            await self.replicator.wait_growing(where.namespace, ino)
+        elif where is not None and version is not None:
             await self.replicator.wait_file(where.namespace, version)
 
     # --- steps
