@@ -171,3 +171,18 @@ def test_who_holds_which_bytes() -> None:
     several = holders(n1=Holding(2, ("n1", "n2"), ("n2/d1",)))
     assert missing_copies(several, serving=live, replicas=2) == {"n1": 1}
     assert missing_copies(several, serving=("n1",), replicas=2) == {}
+
+
+async def test_whoever_makes_the_last_copy_says_so_and_the_steward_is_not_waited_for(clock: MockClock) -> None:
+    async with Cluster().running() as cluster:
+        await committed(cluster)
+        other = next(node for node in NODES if not cluster.stewards[node].is_steward(KEY))
+        await put_holding(cluster.store, "n3", ("n1",))
+        cluster.stewards[other].poke(KEY)
+        await trio.sleep(3)  # by now the steward looks seldom
+        assert cluster.level == "complete"
+        began = trio.current_time()
+        await put_holding(cluster.store, "n1", ("n1", "n2"))
+        cluster.stewards[other].poke(KEY)
+        await until(lambda: cluster.level == "replicated")
+        assert trio.current_time() - began < 0.05

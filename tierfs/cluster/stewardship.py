@@ -32,6 +32,8 @@ FIRST_LOOK_S = 0.2
 MOST_LOOK_S = 3.0
 #: Nodes come and go together (a rack, a restart of all): their changes are counted at once.
 SETTLE_S = 0.05
+#: In steps of more parts than this only the steward counts: all holders reading all holdings is the square of them.
+SMALL_STEP_PARTS = 64
 #: Steps with more files are counted in a thread: about 1 ms.
 INLINE_FILES = 300
 
@@ -70,6 +72,8 @@ class Stewardship:
         self._duties: dict[Key, _Duty] = {}
         self._wanted: dict[Key, dict[str, int]] = {}
         self._members_changed = True
+        #: Other nodes' steps of which this node told that it holds something.
+        self._held_for_others: set[Key] = set()
         self._news = trio.Event()
         view.listen(self._follow)
 
@@ -86,6 +90,9 @@ class Stewardship:
             if not self._view.connected:
                 await self._view.until(lambda: self._view.connected, within_s=60.0)
                 continue
+            if self._held_for_others:
+                await self._count_for_steward(self._held_for_others.pop())
+                continue
             now = trio.current_time()
             due = [key for key, duty in self._duties.items() if duty.at <= now and key in self._view.states]
             if not due:
@@ -96,9 +103,13 @@ class Stewardship:
             await self._attend(max(due, key=lambda key: (self._view.states[key].record.completed_at, key)))
 
     def poke(self, key: Key) -> None:
-        """Copies were made or lost: look again, if this node is the steward."""
+        """This node told that it made or lost copies: look again, if it is the steward. If not, that one does not know;
+        so in a small step whoever made the last copy says that the step is replicated."""
         if key in self._duties:
             self._duties[key] = _Duty(-math.inf, incomplete_since=self._duties[key].incomplete_since)
+            self._news.set()
+        elif key in self._view.states and len(self._view.states[key].record.parts) <= SMALL_STEP_PARTS:
+            self._held_for_others.add(key)
             self._news.set()
 
     def is_steward(self, key: Key) -> bool:
@@ -202,6 +213,18 @@ class Stewardship:
             elif is_known and not missing and level != "lost":
                 # Nothing will change that is not told: by the state, by who is there, by whoever pokes.
                 duty.at = math.inf
+        except CatalogError as error:
+            log.info("could not count the copies of %s: %s", "/".join(key), error.message)
+
+    async def _count_for_steward(self, key: Key) -> None:
+        """Only upwards: what is lost or too few is for the steward to say."""
+        seen = self._view.states.get(key)
+        if seen is None or seen.record.level != "complete":
+            return
+        try:
+            level, _, _ = await self._count(key, seen)
+            if level == "replicated" and self._view.states.get(key) is seen:
+                await self._put(key, seen, level)
         except CatalogError as error:
             log.info("could not count the copies of %s: %s", "/".join(key), error.message)
 
