@@ -167,6 +167,32 @@ async def test_the_view_is_what_the_catalogue_has_whatever_happens_to_its_watch(
         assert list(view.path_below("team")) == (["run"] if "team/run" in view.tree else [])
 
 
+async def test_what_was_read_already_is_not_told_again_by_the_watch(clock: MockClock) -> None:
+    server = MemoryServer()
+    store, reading = MemoryStore(server), OneByOne(server)
+    await put_directory(store, "a")
+    await put_directory(store, "b")
+    ranges = 0
+
+    async def hook(when: str, call: str) -> None:
+        nonlocal ranges
+        ranges += (when, call) == ("ask", "range")
+        if (when, call, ranges) == ("ask", "range", 3):  # states and nodes were read, the tree was not
+            await put_directory(store, "a")
+            await put_directory(store, "a")
+            await store.delete(keys.tree_key("b"))
+            await put_directory(store, "b")
+
+    reading.hook = hook
+    view = View(reading)
+    mirror = Mirror(view)
+    async with watching(view):
+        await put_directory(store, "c")
+        assert await view.caught_up(["t/c"])
+        assert [change.key for change in mirror.told] == ["a", "b", "", "c"]
+        assert in_view(view) == in_catalogue(server) and mirror.agrees()
+
+
 async def test_what_happened_while_the_watch_was_lost_is_told_in_an_order_that_can_be_followed(
     clock: MockClock,
 ) -> None:
