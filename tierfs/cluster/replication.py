@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,8 @@ class Replicator:
         self.wait_replicated, self.wait_file = waits.wait_replicated, waits.wait_file
         self.wait_growing = waits.wait_growing
         copies.arrived = self._arrived
+        #: A copy of the step's file of that name is on the shelf: (step, path in the step, version).
+        self.on_arrived: Callable[[Key, str, str], None] = lambda key, inner, version: None
         self._missing = MissingParts(
             view, self.groups, parts, copies, node, after_s=settings.replication.after_s, wake=self._plan_soon
         )
@@ -268,6 +270,7 @@ class Replicator:
                 self._planned.pop(place, None)
         if is_whole:
             self._came(place, pull.version, generation)
+            self.on_arrived(key, inner, pull.version)
         elif is_current and lacks_room and pull.pieces.sealed:
             size = pull.pieces.size_bytes
             self._wanted[place] = Missing(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import stat
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tierfs.cluster.joining import join, read_identity
 from tierfs.cluster.making import FileMaker, version_at
 from tierfs.cluster.membership import Membership
 from tierfs.cluster.operating import Operating
+from tierfs.cluster.own_copies import OwnFirst, replace_stub
 from tierfs.cluster.part_files import PartFiles
 from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.removing import Removing
@@ -76,7 +78,7 @@ class ClusterTier:
         self.server = TcpServer(self.copies, settings, node)
         self.peers = TcpPeers(settings, node, self._addresses_of)
         self.sources = Sources(self.view, self.peers, node=node, retry_for_s=settings.transfer.read_retry_for_s)
-        self.hydration = Hydration(registry, self.sources)
+        self.hydration = Hydration(registry, OwnFirst(self.sources, self.copies))
         self.hydration.on_whole_version = lambda ino, path, version: self.copies.adopt(path, ino, version)
         self.hydration.version_of = self.copies.version_of
         self.hydration.on_version_left = self._copy_left
@@ -137,6 +139,7 @@ class ClusterTier:
         self.following.made_here = self.publisher.is_made_here
         self.holdings.on_put = self.stewardship.poke
         self.replicator.taking_over.show = self.showing.place_tree
+        self.replicator.on_arrived = partial(replace_stub, self.registry, self.showing)
 
     def scan(self) -> None:
         """At start, before the first request, after the stubs: find the copies. Blocking."""
