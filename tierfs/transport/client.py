@@ -34,6 +34,8 @@ _CONNECT_WITHIN_S = 5.0
 _BEATS_A_STALL = 4
 _MOST_BEATS_MS = 60_000
 _LOOKS_AN_IDLE = 4
+#: From all nodes together, and as many urgent ones: each takes a thread and a buffer (`bulk.PIECE_BYTES`).
+_MOST_RECEIVERS = 32
 
 
 @dataclass
@@ -70,6 +72,8 @@ class TcpPeers:
         self._address_of = address_of
         self._credentials = Credentials(settings.cluster)
         self._bandwidth = Bandwidth(settings.peer.replicate_bytes_s)
+        self._receivers = trio.CapacityLimiter(_MOST_RECEIVERS)
+        self._urgent_receivers = trio.CapacityLimiter(_MOST_RECEIVERS)
         self._nodes: dict[str, _Node] = {}
         self.bytes_received = 0
         self.resumed = 0
@@ -102,7 +106,8 @@ class TcpPeers:
         known = self._known(node)
         got = Pulled(0, 0)
         resumed = False
-        async with known.urgent if urgent else known.streams:
+        receivers = self._urgent_receivers if urgent else self._receivers
+        async with known.urgent if urgent else known.streams, receivers:
             while True:
                 rest = self._request("pull", version, offset + got.length, length - got.length, growing=growing)
                 connection, is_fresh = await self._connection(node)
