@@ -230,9 +230,11 @@ async def test_what_nobody_gives_is_an_error_that_names_who_was_asked(node: Node
         with pytest.raises(ChecksumMismatch):
             await node.read(0, 5000)
         node.others.faults = {"a": "gone", "b": "gone", "c": "lacks"}
-        with pytest.raises(PeerUnavailable, match=r"a: connection refused.*c: c has no") as refused:
+        with pytest.raises(PeerUnavailable) as refused:
             await node.read(0, 5000)
         assert refused.value.errno == 5
+        assert all(f"{each}: connection refused" in refused.value.message for each in "ab")
+        assert f"c: c has no {VERSION}" in refused.value.message
         del node.view.nodes["a"], node.view.nodes["b"], node.view.nodes["c"]
         with pytest.raises(PeerUnavailable, match="nobody holds"):
             await node.read(0, 5000)

@@ -1,6 +1,7 @@
 """The bytes of stubs from whoever has them: other nodes by the file's version, then the object tier.
 
-Ranges of one file are spread over its holders, the least busy one first. A holder that fails is left alone for a while,
+Ranges of one file are spread over its holders, the least busy one first; what a program waits for has a way of its own
+beside what follows it. A holder that fails is left alone for a while,
 and one that sends wrong bytes too; what nobody gives in time is an error that says who was asked.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from tierfs.errors import ObjectError, PeerError, PeerLacks, PeerRefused, PeerUn
 from tierfs.hydrate.source import Source
 from tierfs.hydrate.stubs import StubMark
 from tierfs.persist.reporting import all_of
-from tierfs.transport.peers import MOST_PULL_BYTES, Peers
+from tierfs.transport.peers import MOST_PULL_BYTES, Peers, Pulled
 
 log = logging.getLogger("tierfs.cluster")
 
@@ -55,11 +56,21 @@ V = TypeVar("V")
 class Sources:
     """Implements `tierfs.hydrate.source.Source`. `node` is this one. `objects` is set where there is an object tier.
 
-    `retry_for_s` is for the checksums of a file that nobody can give: as long as a read is tried for.
+    `retry_for_s` is for the checksums of a file that nobody can give: as long as a read is tried for. Of `streams` to a
+    node one is left to reads that programs wait for.
     """
 
+    reads_first = True
+
     def __init__(
-        self, view: CatalogView, peers: Peers, *, node: str, retry_for_s: float, objects: Source | None = None
+        self,
+        view: CatalogView,
+        peers: Peers,
+        *,
+        node: str,
+        retry_for_s: float,
+        streams: int = 4,
+        objects: Source | None = None,
     ) -> None:
         self.objects = objects
         #: Bytes that came from other nodes.
@@ -71,6 +82,10 @@ class Sources:
         self._whereabouts = Whereabouts(view, node)
         #: By node: bytes that are on their way from it.
         self._busy: Counter[str] = Counter()
+        #: By node: streams for what nobody waits for right now.
+        self._slots: defaultdict[str, trio.CapacityLimiter] = defaultdict(
+            lambda: trio.CapacityLimiter(max(1, streams - 1))
+        )
         #: By version: reads under way.
         self._reading: Counter[str] = Counter()
         #: By node, or by version and node: until when it comes last; and how often it failed since it last gave a byte.
@@ -202,7 +217,7 @@ class Sources:
                             mark, found, offset, length, fd, urgent, min(most_s, end - trio.current_time())
                         )
                     else:
-                        summed = await self._pull(source, mark, offset, length, fd)
+                        summed = await self._pull(source, mark, offset, length, fd, urgent=urgent)
                 except (PeerError, ObjectError) as error:
                     self._failed(source, mark, error, asked)
                     continue
@@ -211,19 +226,14 @@ class Sources:
             anew = True
             await self._pause(mark, f"bytes from {offset} on", asked, end)
 
-    async def _pull(self, node: str, mark: StubMark, offset: int, length: int, fd: int) -> int:
+    async def _pull(self, node: str, mark: StubMark, offset: int, length: int, fd: int, *, urgent: bool) -> int:
         self._busy[node] += length
-        began = trio.current_time()
         try:
-            with trio.fail_after(PULL_WITHIN_S):
-                # All hydration goes ahead of replication: programs wait for it, or people.
-                pulled = await self._peers.pull(node, mark.version, offset, length, fd, urgent=True)
-        except trio.TooSlowError:
-            raise PeerUnavailable(f"{node} sent {length} bytes too slowly") from None
-        except PeerUnavailable:
-            # Who took long to fail would do so again.
-            self._leave_alone(node, 3 * (trio.current_time() - began))
-            raise
+            if urgent:
+                pulled = await self._pull_now(node, mark, offset, length, fd)
+            else:
+                async with self._slots[node]:
+                    pulled = await self._pull_now(node, mark, offset, length, fd)
         finally:
             self._busy[node] -= length
         if pulled.length != length:
@@ -232,6 +242,19 @@ class Sources:
         self._failures.pop(node, None)
         self._alone_until.pop(node, None)
         return pulled.crc64nvme
+
+    async def _pull_now(self, node: str, mark: StubMark, offset: int, length: int, fd: int) -> Pulled:
+        began = trio.current_time()
+        try:
+            with trio.fail_after(PULL_WITHIN_S):
+                # All hydration goes ahead of replication: programs wait for it, or people.
+                return await self._peers.pull(node, mark.version, offset, length, fd, urgent=True)
+        except trio.TooSlowError:
+            raise PeerUnavailable(f"{node} sent {length} bytes too slowly") from None
+        except PeerUnavailable:
+            # Who took long to fail would do so again.
+            self._leave_alone(node, 3 * (trio.current_time() - began))
+            raise
 
     async def _read_object(
         self, mark: StubMark, found: Whereabout, offset: int, length: int, fd: int, urgent: bool, retry_for_s: float

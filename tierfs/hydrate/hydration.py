@@ -272,6 +272,9 @@ class Hydration:
     # --- filling
 
     async def _fill_if_room(self, part: PartialFile) -> None:
+        if self._source.reads_first:
+            for fetch in list(part.fetches.values()):
+                await fetch.done.wait()
         try:
             await self._room.for_all_of(part, eagerly=False)
         except NoRoom:
@@ -310,7 +313,8 @@ class Hydration:
                 chunk = part.next_wanted()
                 if chunk is not None:
                     try:
-                        await self._bring(part, [chunk], urgent=part.is_open)
+                        urgent = part.is_open and not self._source.reads_first
+                        await self._bring(part, [chunk], urgent=urgent)
                     except (TierfsError, OSError) as error:
                         self._fill_failed(part, error)
                         return

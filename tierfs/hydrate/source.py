@@ -15,6 +15,11 @@ from tierfs.persist.object_manifest import ObjectManifest
 class Source(Protocol):
     """Called in the trio thread. What is raised is an ObjectError or a PeerError that a program may be told."""
 
+    @property
+    def reads_first(self) -> bool:
+        """What follows a program's read shares one way with it: it begins after that, and is not urgent."""
+        ...
+
     async def chunks(self, mark: StubMark) -> tuple[int, ...]:
         """The CRC64NVME of each 16 MiB of the file. Together they are that of the whole, where the mark knows it."""
         ...
@@ -33,6 +38,9 @@ class Source(Protocol):
 
 class ObjectSource:
     """The object tier. `manifest_of` gives its manifest of a step, from memory where it was asked for lately."""
+
+    #: Each request takes long to begin, and many side by side are not slower.
+    reads_first = False
 
     def __init__(self, client: ObjectClient, manifest_of: Callable[[str, str], Awaitable[ObjectManifest]]) -> None:
         self._client = client
