@@ -18,6 +18,7 @@ from tierfs.cluster.agreeing import Agreement
 from tierfs.cluster.joining import join
 from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.removing import Removing
+from tierfs.cluster.stewardship import Stewardship
 from tierfs.cluster.view import Change
 from tierfs.errors import CatalogError
 from tierfs.steps.cluster import Agreement as Outcome
@@ -66,7 +67,16 @@ class Told(Alone):
     async def agree(
         self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
     ) -> Outcome:
-        return await self._node.agreement.agree(record, marker, content, marker_at)
+        node = self._node
+        outcome = await node.agreement.agree(record, marker, content, marker_at)
+        if outcome == "agreed":  # what others wrote gets its names before the marker does
+            current = record.manifest.overwrite
+            generation = current.generation if current is not None else record.manifest.generation
+            files = await node.view.files(record.key, generation, fresh=True)
+            names = [inner for inner in files.files if inner != marker]
+            async with node.showing.lock(record.key):
+                await node.showing.place_files(record, files, names, is_complete=True, by_force=True)
+        return outcome
 
     def completed(self, record: StepRecord) -> None:
         self._node.agreement.completed(record)
@@ -77,6 +87,10 @@ class Told(Alone):
 
     def removed(self, record: StepRecord) -> None:
         self._node.publisher.removed(record)
+
+    def is_readable(self, record: StepRecord) -> bool:
+        seen = self._node.view.states.get(record.key)
+        return seen is None or seen.record.level != "lost"
 
     def owns(self, record: StepRecord, inner: str) -> bool:
         return True
@@ -95,6 +109,7 @@ class WritingNode(Node):
         self.publisher = Publisher(self.registry, self.store, self.view, self.copies, self.name)
         self.agreement = Agreement(self.registry, self.view, self.publisher, self.copies, self.name)
         self.removing = Removing(self.registry, self.store, self.view, self.publisher, self.name)
+        self.stewardship = Stewardship(self.store, self.view, self.name, lambda _: 1, lambda _: False, 0.5)
         self.publisher.on_deleted = self.following.step_deleted
         self.publisher.on_committed = self.following.step_committed
         self.publisher.on_withdrawn = self.following.step_withdrawn
@@ -115,6 +130,7 @@ class WritingNode(Node):
             await nursery.start(self.following.run)
             await nursery.start(self.publisher.run)
             await nursery.start(self.removing.run)
+            await nursery.start(self.stewardship.run)
             await nursery.start(self.view.run)
             nursery.start_soon(self._join_again)
             if self.view.connected:
@@ -152,11 +168,14 @@ class WritingNode(Node):
 
     async def shards(self, step: str, seed: int, files: Mapping[str, int]) -> None:
         await self.mkdirs(step)
+        for inner in files:
+            await self.showing.show(f"{step}/{inner}")
         for inner, size in files.items():
             await self.driver.write(f"{step}/{inner}", content(seed, inner, size))
 
     async def finish(self, step: str, seed: int, files: Mapping[str, int]) -> None:
         """DCP's marker: written beside, then renamed, which is the commit."""
+        await self.showing.show(f"{step}/{MARKER}")
         await self.driver.write(f"{step}/{MARKER}.tmp", marker(seed, files))
         if (self.root / step / MARKER).exists():
             await self.driver.unlink(f"{step}/{MARKER}")

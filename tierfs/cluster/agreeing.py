@@ -19,6 +19,7 @@ from tierfs.catalog.keys import parts_prefix, state_key, tree_key
 from tierfs.catalog.records import FILES_A_PAGE, FileRecord, Holding, StepState, to_bytes
 from tierfs.catalog.store import Compare, Put
 from tierfs.cluster.publishing import Publisher, writing_generation
+from tierfs.cluster.putting_away import put_away_others
 from tierfs.cluster.step_files import StepFiles, merge
 from tierfs.cluster.tree_names import CATCH_UP_S, TryAgain
 from tierfs.errors import CatalogError, CatalogUnavailable, CommitRefused, MarkerUnreadable
@@ -99,7 +100,10 @@ class Agreement:
             agreed = False
         if agreed:
             return "agreed"
-        return await self._without_catalogue(wanted)
+        outcome = await self._without_catalogue(wanted)
+        if outcome == "pending":
+            put_away_others(self.registry, self._copies, record, content.files if content is not None else {})
+        return outcome
 
     async def commit_complete(self, record: StepRecord) -> None:
         """The commit of a step that was completed without the catalogue. CatalogError, TryAgain.

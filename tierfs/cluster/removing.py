@@ -107,7 +107,9 @@ class Removing:
         sweep_at = 0.0
         while True:
             wake = self._wake = trio.Event()
-            if self.view.connected:
+            if not self.view.connected:
+                await self.view.until(lambda: self.view.connected, within_s=60)
+            else:
                 await self._put_owed()
                 for key in [key for key, due in self._due.items() if due <= trio.current_time()]:
                     await self._tell(key)
@@ -115,7 +117,7 @@ class Removing:
                     sweep_at = trio.current_time() + _SWEEP_EVERY_S
                     await self._sweep()
             next_at = min([sweep_at, *self._due.values()])
-            with trio.move_on_after(max(SETTLE_S / 3, next_at - trio.current_time())):
+            with trio.move_on_at(next_at):
                 await wake.wait()
 
     async def _put_owed(self) -> None:
