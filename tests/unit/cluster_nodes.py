@@ -21,6 +21,7 @@ from tierfs.checksum import FileChecksum
 from tierfs.cluster.copies import Copies
 from tierfs.cluster.following import Following
 from tierfs.cluster.making import FileMaker
+from tierfs.cluster.moved_stubs import mark_anew
 from tierfs.cluster.operating import Operating
 from tierfs.cluster.showing import Showing
 from tierfs.cluster.taking import Taking
@@ -99,6 +100,7 @@ class Node:
         maker = FileMaker(
             self.registry, self.view, self.copies, self.peers, self.table.add, on_replaced=self.replaced.append
         )
+        maker.mark_anew = lambda record: mark_anew(self.table, record)
         self.showing = Showing(self.registry, self.view, self.copies, maker)
         self.taking = Taking(self.showing)
         self.operating = Operating(self.registry, self.view, self.showing)

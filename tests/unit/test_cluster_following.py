@@ -226,7 +226,10 @@ async def test_a_rename_is_made_here_too_with_what_is_here(cluster: dict[str, No
         assert not (c.root / STEP).exists() and (c.root / "kept/step_1" / SHARD).lstat().st_ino == inode
         record = c.driver.record("kept/step_1")
         assert record.is_complete and record.manifest.joined == made and c.driver.latest("kept") == "step_1"
-        assert version_at(c.root / "kept/step_1" / SHARD)[0] == version
+        found, mark = version_at(c.root / "kept/step_1" / SHARD)
+        assert found == version and mark is not None and (mark.namespace, mark.step) == ("kept", "step_1")
+        part = c.table.get(inode)
+        assert part is not None and part.mark == mark
         assert (c.path_of_shelf("kept", "step_1") / "a.00").exists()
 
         # Its old name is free for another one, which a new daemon does not take for the one that was renamed.

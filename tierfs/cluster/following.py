@@ -138,6 +138,22 @@ class Following:
         """A name outside of steps was removed by another node while this one was away."""
         self._add(_Told("tree", rel, partial(self._removed_meanwhile, rel), True))
 
+    def moved_here(self, old: str, new: str) -> None:
+        """A program renamed a directory here, and the steps at or below it are about to be known by their new names."""
+        names = self._registry.names
+        for record in list(self._registry.records.values()):
+            where = names.locate(new + record.rel[len(old) :]) if f"{record.rel}/".startswith(f"{old}/") else None
+            if where is not None and not where.inner:
+                key = where.namespace, where.step
+                work = partial(self._step_moved, record.key, key)
+                self._add(_Told("moved", "/".join(key), work, True))
+
+    async def _step_moved(self, old: Key, new: Key) -> None:
+        record = self._registry.records.get(new)
+        if record is not None:
+            self._showing.copies.step_moved(old, new)
+            await self._showing.maker.mark_anew(record)
+
     @property
     def is_idle(self) -> bool:
         """All that was told is done, or failed."""

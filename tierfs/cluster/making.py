@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from tierfs.cluster.view import View
 from tierfs.errors import PeerError
 from tierfs.hydrate.stubs import MarkDamaged, StubMark, make_stub, read_mark
 from tierfs.steps.manifest import FileEntry
+from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.transport.peers import SMALL_FILE_BYTES, Peers
 
@@ -60,6 +61,8 @@ class FileMaker:
         self._peers = peers
         self._add_stub = add_stub
         self.on_replaced = on_replaced
+        #: A step has another name: its stubs are marked as that one's.
+        self.mark_anew: Callable[[StepRecord], Awaitable[None]] = _no_stubs
         self._root = registry.root
 
     # --- looking
@@ -198,6 +201,10 @@ class FileMaker:
         info = path.lstat()
         is_stub = version_at(path)[1] is not None
         return FileEntry(info.st_size, file.mtime_ns if is_stub else info.st_mtime_ns, info.st_ino, file.checksum, True)
+
+
+async def _no_stubs(record: StepRecord) -> None:
+    pass
 
 
 def version_at(path: Path) -> tuple[str, StubMark | None]:

@@ -18,6 +18,7 @@ from tierfs.cluster.making import version_at
 from tierfs.cluster.showing import Showing
 from tierfs.cluster.view import Seen, View
 from tierfs.steps.moves import Moves, drop
+from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.whole_files import write_whole
 
@@ -59,7 +60,8 @@ class Operating:
         self._applied_up_to(revision)  # one that fails is tried again by the caller, and holds up no other
         if operation.kind == "rename":
             await self._showing.place_tree(operation.target.rpartition("/")[0])
-            self._rename(operation, revision)
+            for record in self._rename(operation, revision):
+                await self._showing.maker.mark_anew(record)
         elif operation.kind == "unlink":
             self._unlink(operation)
         else:
@@ -73,28 +75,31 @@ class Operating:
             self._applied = 0
         self._applied_up_to(revision)
 
-    def _rename(self, operation: Operation, revision: int) -> None:
+    def _rename(self, operation: Operation, revision: int) -> list[StepRecord]:
+        """The steps that have other names now."""
         old, new = operation.path, operation.target
         info = placing.look(self._root, old)
         if info is None or not self._is_older(old, revision):
-            return
+            return []
         is_directory = stat.S_ISDIR(info.st_mode)
         if not is_directory and operation.version and version_at(self._root / old)[0] != operation.version:
-            return
+            return []
+        moved: list[StepRecord] = []
         placing.rename(self._root, old, new)
         self._copies.moved(self._root / old, self._root / new)
         if is_directory:
-            before = {record.rel: record for record in self._registry.records.values()}
+            before = {record.key: record for record in self._registry.records.values()}
             self._directory_moved(old, new)
-            for rel, record in before.items():
-                if (rel == old or rel.startswith(old + "/")) and record.rel != rel:
-                    namespace, _, step = rel.rpartition("/")
-                    self._copies.step_moved((namespace, step), record.key)
+            for key, record in before.items():
+                if record.key != key:
+                    self._copies.step_moved(key, record.key)
                     self._registry.save_or_later(record)
+                    moved.append(record)
         else:
             self._file_moved(old, new)
         self._showing.tell(old)
         self._showing.tell(new)
+        return moved
 
     def _is_older(self, rel: str, revision: int) -> bool:
         """What has the name here had it before the operation: not a step that was made again since."""

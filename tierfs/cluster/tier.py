@@ -27,6 +27,7 @@ from tierfs.cluster.holdings import Holdings
 from tierfs.cluster.joining import join, read_identity
 from tierfs.cluster.making import FileMaker, version_at
 from tierfs.cluster.membership import Membership
+from tierfs.cluster.moved_stubs import mark_anew
 from tierfs.cluster.operating import Operating
 from tierfs.cluster.own_copies import OwnFirst, replace_stub
 from tierfs.cluster.part_files import PartFiles
@@ -136,6 +137,7 @@ class ClusterTier:
         self.showing.removed_here = self.publisher.is_removed_here
         self.showing.is_moving_here = self.publisher.is_moving_here
         self.showing.is_completing = self.publisher.is_completing
+        self.showing.maker.mark_anew = lambda record: mark_anew(self.hydration.table, record)
         self.following.made_here = self.publisher.is_made_here
         self.holdings.on_put = self.stewardship.poke
         self.replicator.taking_over.show = self.showing.place_tree
@@ -264,6 +266,7 @@ class ClusterTier:
 
     def moved(self, old: str, new: str) -> None:
         self.copies.moved(self.registry.root / old, self.registry.root / new)
+        self.following.moved_here(old, new)
         self.removing.moved(old, new)
 
     # --- files

@@ -22,9 +22,9 @@ class StubMoves:
 
     async def before_rename(self, old: str, new: str, *, exchange: bool) -> None:
         """OSError (EXDEV) where a stub would leave its step, or a step with stubs its name."""
-        self._refuse_if_leaving(old, new)
+        self._refuse_if_leaving(old, new, exchange=exchange)
         if exchange:
-            self._refuse_if_leaving(new, old)
+            self._refuse_if_leaving(new, old, exchange=True)
             return
         target = self._registry.names.locate(new)
         replaced = self._registry.at(target) if target is not None and target.inner == "" else None
@@ -40,7 +40,7 @@ class StubMoves:
         if source is None or target is None or source.step_rel != target.step_rel:
             await self._registry.object_tier.hydrate(nodeid)
 
-    def _refuse_if_leaving(self, old: str, new: str) -> None:
+    def _refuse_if_leaving(self, old: str, new: str, *, exchange: bool) -> None:
         source, target = self._registry.names.locate(old), self._registry.names.locate(new)
         if source is not None and source.inner:
             stays = target is not None and target.inner != "" and target.step_rel == source.step_rel
@@ -51,9 +51,17 @@ class StubMoves:
                 for record in self._registry.records.values()
                 if record.rel == old or record.rel.startswith(old + "/")
             ]
-            refused = any(self._has_stubs(record, "") for record in below)
+            refused = any(
+                self._has_stubs(record, "") and (exchange or not self._follow(record, old, new)) for record in below
+            )
         if refused:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), old)
+
+    def _follow(self, record: StepRecord, old: str, new: str) -> bool:
+        """The bytes of its stubs are other nodes', which know of the rename, and it stays a step."""
+        where = self._registry.names.locate(new + record.rel[len(old) :])
+        is_step = where is not None and where.inner == ""
+        return is_step and record.manifest.joined > 0 and not record.is_persisted
 
     def _holds_stubs(self, where: StepPath) -> bool:
         record = self._registry.at(where)
