@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -33,9 +34,7 @@ SIZES = [5 * MIB, 3 * MIB, 300_000, 2 * MIB, 700]
 
 def partners(nodes: Cluster, node: Node) -> list[Node]:
     """Who holds copies of what the node writes, as it says itself."""
-    import json
-
-    told = json.loads(tierfs("nodes", node.mountpoint, "--json"))["nodes"]
+    told = json.loads(tierfs("nodes", node.mountpoint, "--json", may_be_degraded=True))["nodes"]
     names = next(each["partners"] for each in told if each["this"])
     return [other for other in nodes if other.node_id in names]
 

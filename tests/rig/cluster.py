@@ -41,6 +41,7 @@ QUICK = {
     "etcd.timeout_s": "2",
     "peer.stall_s": "2",
     "replication.after_s": "2",
+    "transfer.read_retry_for_s": "5",
     "ram.ballast": "off",
     "log.level": "debug",
 }

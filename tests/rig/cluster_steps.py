@@ -73,10 +73,16 @@ def soon(claim: Callable[[], object], what: str, *, within_s: float = 5) -> None
 
 
 def level(node: Node, step: str) -> str:
-    """The level that the node tells of `namespace/step`; "" while it is not complete there."""
+    """The level that the node tells of `namespace/step`; "" while it is not complete there. A level that is not true
+    any more, since a holder is gone, is told with the number of copies."""
     namespace, _, name = step.rpartition("/")
     found = node.step(name, namespace)
-    return str(found["level"]) if found.get("state") == "complete" else ""
+    if found.get("state") != "complete":
+        return ""
+    replica = found.get("replica") or {"copies": 1, "wanted": 2}
+    if found["level"] == "replica" and replica["copies"] < replica["wanted"]:
+        return f"replica, but {replica['copies']} copies"
+    return str(found["level"])
 
 
 def wait_replicated(nodes: Sequence[Node], *steps: str, within_s: float = BOUND_S) -> float:
