@@ -7,6 +7,7 @@ away. Nothing is concluded from a listing that failed half way.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable
@@ -293,8 +294,10 @@ class ObjectIndex:
     def leads(self, record: StepRecord) -> bool:
         """Of the nodes that share the step this one decides what becomes of its copy in the object tier."""
         manifest = record.manifest
+        if not manifest.joined:
+            return True
         first = manifest.marker or min(manifest.files, default="")
-        return not manifest.joined or self.registry.cluster.owns(record, first)
+        return os.path.lexists(record.directory / first) and self.registry.cluster.owns(record, first)
 
     def _commit_is_broken(self, key: Key) -> None:
         """A manifest lies there that nobody can read: no commit. What this node knows of the step makes a new one.

@@ -30,6 +30,11 @@ LOOK_AT_ALL_S = 60.0
 #: Where so many nodes at most persist the step, each reads what all have listed; of more only those whom it concerns,
 #: or that would be requests by the square of the nodes.
 FEW_NODES = 64
+#: A node that wrote nothing of the step, and where nobody looked into it, leaves it so long to the others before it
+#: makes sure that nothing is left to it.
+UNLISTED_S = 60.0
+#: Asking who owns a file takes some microseconds.
+NAMES_AT_ONCE = 100
 #: Between two looks: a quarter of the time waited so far, within these bounds.
 LEAST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
@@ -74,11 +79,15 @@ class JointCommit(StepCommit):
 
     async def _run(self, my_turn: Callable[[], Awaitable[None]]) -> Committed:
         local, record = self.local, self.local.record
+        if not record.manifest.populated and time.monotonic() < self.memory.began + UNLISTED_S:
+            self.memory.is_idle = True
+            return await self._committed_by_another()
         await self.registry.cluster.show_listing(record.rel)
-        local.is_mine = lambda inner: self.registry.cluster.owns(record, inner)
+        # As it is now: other nodes may be lost at any time.
+        mine = await self._owned(list(record.manifest.files))
+        local.is_mine = mine.__contains__
         await local.read()
-        self.mine = frozenset(filter(local.is_mine, local.entries))
-        local.is_mine = self.mine.__contains__  # as it is now: another node may be lost at any time
+        self.mine = frozenset(mine & local.entries.keys())
         if self._has_only_to_wait():
             return await self._committed_by_another()
         for inner in [file.inner for file in self._journal.files() if file.inner not in self.mine]:
@@ -99,6 +108,16 @@ class JointCommit(StepCommit):
         if self._gates():
             stored = await self._look_at_all()
         return await self._commit_all(stored, await self._check_listed(stored, local.entries))
+
+    async def _owned(self, names: list[str]) -> frozenset[str]:
+        """What of the step this node is to send."""
+        record, owned = self.local.record, set()
+        for at, inner in enumerate(names):
+            if at % NAMES_AT_ONCE == NAMES_AT_ONCE - 1:
+                await trio.lowlevel.checkpoint()
+            if self.registry.cluster.owns(record, inner):
+                owned.add(inner)
+        return frozenset(owned)
 
     # --- waiting
 
@@ -187,6 +206,8 @@ class JointCommit(StepCommit):
                     f"stays in RAM only; remove it here to see the other one"
                 )
             return False
+        if not entries and not local.record.manifest.populated:
+            return True  # nothing of it is here that could differ
         if manifest.files.keys() != entries.keys():
             return False
         for inner, file in manifest.files.items():

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from tierfs.errors import NoRoom, NotFound, SettingsError, StepBusy, TierfsError
-from tierfs.hydrate.room import MARGIN_BYTES, MARGIN_SHARE
+from tierfs.errors import NotFound, SettingsError, TierfsError
+from tierfs.hydrate.prefetching import Prefetching
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.importing import Importing
 from tierfs.persist.repairing import Repair
 from tierfs.persist.reporting import Progress, all_of, reporting
-from tierfs.persist.selection import Selected, select
+from tierfs.persist.selection import select
 from tierfs.persist.verifying import verify
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
-from tierfs.units import format_size
 
 if TYPE_CHECKING:
     from tierfs.hydrate.hydration import Hydration
@@ -35,22 +33,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tierfs.persist")
 
-#: Files that are fetched side by side; each is fetched in parallel ranges already.
-FILES_AT_ONCE = 4
 #: How often something is looked at that tells nobody when it changes.
 LOOK_S = 0.2
 
 LEVELS = ("ram", "object")
-
-
-@dataclass
-class _File:
-    """A file to be fetched: what was here when that began, and whether it is done."""
-
-    path: str
-    size_bytes: int
-    had_bytes: int = 0
-    is_whole: bool = False
 
 
 class ObjectOperations:
@@ -213,61 +199,9 @@ class ObjectOperations:
 
     # --- from the object tier
 
-    async def prefetch(self, paths: Sequence[str], *, progress: Progress) -> dict[str, Any]:
-        """Bring the bytes of all stubs below the paths into RAM.
-
-        `files` and `bytes` are what was fetched, `already` the files that were there. Raises NoRoom before anything is
-        fetched where the tier can't hold it, also after evicting what retention lets go; NotFound, ObjectError.
-        """
-        meant: dict[Key, list[Selected]] = {}
-        for rel in paths or [""]:
-            for found in select(self.registry, rel):
-                meant.setdefault(found.record.key, []).append(found)
-        records = [chosen[0].record for chosen in meant.values()]
-        with self.registry.using(records):
-            for chosen in meant.values():
-                record = chosen[0].record
-                if not record.is_complete and any(each.is_named for each in chosen):
-                    raise StepBusy(f"{record.rel} is not complete; only of complete steps there is anything to fetch")
-                if record.is_complete and not record.manifest.populated:
-                    await self.hydration.populate(record)
-            files = {
-                entry.ino: _File(f"{chosen[0].record.rel}/{inner}", entry.size_bytes)
-                for chosen in meant.values()
-                for inner, entry in sorted(chosen[0].record.manifest.files.items())
-                if any(each.holds(inner) for each in chosen)
-            }
-            if not files and any(chosen[0].inner for chosen in meant.values()):
-                raise NotFound(f"there is no file {', '.join(paths)}; `tierfs ls` shows what there is")
-            stubs = {ino: file for ino, file in files.items() if self.hydration.is_stub(ino)}
-            for ino, file in stubs.items():
-                file.had_bytes = self.hydration.hydrated_bytes(ino)
-            wanted = sum(file.size_bytes - file.had_bytes for file in stubs.values())
-            self._make_room(wanted)
-            await reporting(
-                lambda: all_of((partial(self._fetch, ino, file) for ino, file in stubs.items()), at_once=FILES_AT_ONCE),
-                lambda: self._fetching(stubs),
-                progress,
-            )
-        return {"files": len(stubs), "bytes": wanted, "already": len(files) - len(stubs)}
-
-    async def _fetch(self, ino: int, file: _File) -> None:
-        await self.hydration.hydrate(ino)
-        file.is_whole = True
-
-    def _fetching(self, stubs: Mapping[int, _File]) -> dict[str, Any]:
-        """How far these files are."""
-        here = 0
-        for ino, file in stubs.items():
-            held = file.size_bytes if file.is_whole else min(file.size_bytes, self.hydration.hydrated_bytes(ino))
-            here += max(0, held - file.had_bytes)
-        return {
-            "files": sum(file.is_whole for file in stubs.values()),
-            "files_total": len(stubs),
-            "bytes": here,
-            "bytes_total": sum(file.size_bytes - file.had_bytes for file in stubs.values()),
-            "path": next((file.path for file in stubs.values() if not file.is_whole), ""),
-        }
+    async def prefetch(self, paths: Sequence[str], *, globs: Sequence[str] = (), progress: Progress) -> dict[str, Any]:
+        """Bring the bytes of all stubs below the paths into RAM. See `tierfs.hydrate.prefetching`."""
+        return await Prefetching(self.registry, self.hydration).run(paths, globs=globs, progress=progress)
 
     # --- is it good?
 
@@ -295,22 +229,6 @@ class ObjectOperations:
             "bytes": manifest.size_bytes,
             "marker": manifest.marker,
         }
-
-    def _make_room(self, wanted_bytes: int) -> None:
-        usage = self.registry.tier.usage()
-        free = max(0, usage.free_bytes - min(MARGIN_BYTES, usage.size_bytes // MARGIN_SHARE))
-        if wanted_bytes <= free:
-            return
-        most = free + self.registry.evictable_bytes()
-        if wanted_bytes > most:
-            raise NoRoom(
-                f"the RAM tier can't hold {format_size(wanted_bytes)} more: {format_size(free)} are free, and evicting "
-                f"what retention allows gives {format_size(most - free)}; evict or unpin steps, prefetch fewer, or "
-                f"mount with a larger size",
-                needed_bytes=wanted_bytes,
-                free_bytes=most,
-            )
-        self.registry.make_room(wanted_bytes - free)
 
     # --- telling
 

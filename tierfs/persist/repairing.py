@@ -2,6 +2,9 @@
 makes the other good again.
 
 Everything is read first, then mended. What is decided is said even where nothing is done (`dry_run`).
+
+Of a step that other nodes share, RAM was looked at before (`tierfs.cluster.repairing`), and each node sends again what
+it owns.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import trio
 
 from tierfs.checksum import to_text
-from tierfs.errors import NoRoom, ObjectCorrupt, StepBusy
+from tierfs.errors import NoRoom, ObjectCorrupt, StepBusy, TierfsError
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.layout import file_key, manifest_key
 from tierfs.persist.object_manifest import ObjectFile, ObjectManifest
@@ -39,7 +42,7 @@ log = logging.getLogger("tierfs.persist")
 #: What is added to a marker's name so that a step that lost a file is not taken for whole again.
 LOST_SUFFIX = ".lost"
 
-Action = Literal["sent again", "fetched again", "lost"]
+Action = Literal["sent again", "fetched again", "lost", "left"]
 
 
 def decide(*, ram: str | None, object_reason: str, in_ram: bool) -> tuple[Action, str] | None:
@@ -87,6 +90,7 @@ class Repair:
         self._reader = ReadBack(client)
         self._at = ""
         self.checked = 0
+        self.shared = 0  # of those checked, which other nodes share
         self.actions: list[dict[str, str]] = []
 
     async def run(self, rel: str, *, dry_run: bool, progress: Progress) -> dict[str, Any]:
@@ -101,6 +105,7 @@ class Repair:
                     self._at = record.rel
                     await self._repair(record, dry_run=dry_run)
                     self.checked += 1
+                    self.shared += record.manifest.joined > 0
 
         await reporting(
             work,
@@ -113,10 +118,10 @@ class Repair:
             },
             progress,
         )
-        return {"checked": self.checked, "actions": self.actions}
+        return {"checked": self.checked, "shared": self.shared, "actions": self.actions}
 
     async def _repair(self, record: StepRecord, *, dry_run: bool) -> None:
-        plan = await self._plan(record)
+        plan = await self._plan(record, dry_run=dry_run)
         if plan is None:
             return
         for inner, (action, reason) in sorted(plan.by_file.items()):
@@ -151,7 +156,7 @@ class Repair:
 
     # --- looking
 
-    async def _plan(self, record: StepRecord) -> Plan | None:
+    async def _plan(self, record: StepRecord, *, dry_run: bool) -> Plan | None:
         """None where the step is in order, or changed while it was looked at."""
         before = record.manifest.persisted
         examined = await examine(self._client, *record.key, self._reader)
@@ -171,12 +176,34 @@ class Repair:
             of_object = manifest.files[inner] if manifest is not None else None
             ram = await self._why_ram_bad(record, inner, entry, of_object) if entry is not None and in_ram else None
             object_reason = plan.examined.bad.get(inner, "") if manifest is not None else examined.manifest_reason
-            decided = decide(ram=ram, object_reason=object_reason, in_ram=in_ram)
+            if record.manifest.joined:
+                is_known = examined.manifest is not None or manifest is not None
+                decided = await self._decide_shared(record, inner, ram, object_reason if is_known else "", dry_run)
+            else:
+                decided = decide(ram=ram, object_reason=object_reason, in_ram=in_ram)
             if decided is not None:
                 plan.by_file[inner] = decided
         if record.manifest.persisted != before or not record.is_persisted:
             return None
         return plan
+
+    async def _decide_shared(
+        self, record: StepRecord, inner: str, ram: str | None, object_reason: str, dry_run: bool
+    ) -> tuple[Action, str] | None:
+        """What is to be done about what the object tier has. Other nodes may have the bytes that RAM lacks here."""
+        if not object_reason:
+            return None
+        if not self._registry.cluster.owns(record, inner):
+            return "left", f"{object_reason}; another node sent it: repair there"
+        if ram:
+            return "left", f"{object_reason}; the copy in RAM {ram}"
+        entry = record.manifest.files.get(inner)
+        if ram is None and entry is not None and not dry_run:
+            try:
+                await self._hydration.hydrate(entry.ino)
+            except (TierfsError, OSError) as error:
+                return "lost", f"{object_reason}; RAM has no copy, and nobody gives it: {error}"
+        return "sent again", object_reason
 
     async def _why_ram_bad(self, record: StepRecord, inner: str, entry: FileEntry, of_object: ObjectFile | None) -> str:
         """What is wrong with the copy in RAM; "" where nothing is, or nobody can tell."""
@@ -268,6 +295,9 @@ class Repair:
         manifest = record.manifest
         manifest.persisted = None
         manifest.owed = ""
+        if manifest.joined:  # all nodes see what of it is left; the catalogue says when a file has no holder
+            self._registry.save_or_later(record)
+            return
         if not manifest.populated:
             self._registry.remove(record)  # only a name here
             return
