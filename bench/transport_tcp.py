@@ -17,6 +17,7 @@ import mmap
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -305,6 +306,7 @@ def main() -> int:
     parser.add_argument("--role", choices=("hold", "ask"))
     parser.add_argument("directory", nargs="?", type=Path)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is taken away again
     if given.role:
         {"hold": hold, "ask": ask}[given.role](given.directory)
         return 0

@@ -158,7 +158,16 @@ async def test_a_stall_ends_in_time(settings: Settings, shelf: FolderShelf, targ
                     await pull_all(both, version, 8 * MIB, target)
                 assert time.monotonic() - began < 2.5
             proxy.faults = []
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(both.peers.pull, HOLDER, version, 0, 8 * MIB, target)
+            proxy.faults = [Fault("stall", times=None)]
+            began = time.monotonic()
+            with pytest.raises(PeerUnavailable):
+                await both.peers.ping(HOLDER)
+            proxy.faults = []
             assert (await pull_all(both, version, 8 * MIB, target)).length == 8 * MIB
+            assert time.monotonic() - began < 1.5, "the other idle connections are not tried one by one"
 
 
 async def test_a_flipped_bit_shows_in_the_checksum_or_ends_the_connection(
@@ -328,3 +337,22 @@ async def test_more_connections_than_places_wait_and_idle_ones_go(
         assert both.server.connections <= 2
         for each in others:
             each._close_idle(float("inf"))
+
+
+async def test_who_waits_for_a_stream_is_told_so_and_may_go_away(
+    settings: Settings, shelf: FolderShelf, target: int
+) -> None:
+    settings.peer.serve_streams = 1
+    settings.peer.stall_s = 0.4
+    version = shelf.add(bytes(MIB))
+    async with pair(shelf, settings) as both:
+        streams = both.server._streams
+        streams.acquire_on_behalf_of_nowait("another node")
+        with trio.move_on_after(0.3):
+            await pull_all(both, version, MIB, target)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(both.peers.pull, HOLDER, version, 0, MIB, target)
+            await trio.sleep(1)  # longer than a stall
+            streams.release_on_behalf_of("another node")
+        await until(lambda: not streams.borrowed_tokens and not streams.statistics().tasks_waiting, "all are free")
+        assert both.server.connections == 1

@@ -8,13 +8,14 @@ import os
 import random
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
 
 from rig.tcp_proxy import Fault, TcpProxy
 from tierfs.checksum import checksum_fd
-from tierfs.errors import PeerRefused, PeerUnavailable, SettingsError
+from tierfs.errors import PeerRefused, PeerUnavailable, RecordDamaged, SettingsError
 from tierfs.settings import Settings
 from tierfs.transport.tcp import TcpPeers, TcpServer
 from transport.certificates import Authority
@@ -67,6 +68,19 @@ async def test_a_server_that_does_not_know_the_secret_is_not_believed(
 def _believe_clients(given: str, expected: str, who: str) -> None:
     if who == HOLDER:
         raise PeerRefused("it does not know the secret") if given != expected or given == "0" * 64 else AssertionError
+
+
+async def test_what_the_shelf_raises_is_an_answer(
+    settings: Settings, shelf: FolderShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = shelf.add(b"bytes")
+    for error in (OSError(5, "Input/output error"), RecordDamaged("it is damaged")):
+        async with pair(shelf, settings) as both:
+            with monkeypatch.context() as patched:
+                patched.setattr(shelf, "open_version", Mock(side_effect=error))
+                with pytest.raises(PeerUnavailable, match="can't be read there"):
+                    await both.peers.fetch(HOLDER, version, most_bytes=10)
+            assert await both.peers.fetch(HOLDER, version, most_bytes=10) == b"bytes"
 
 
 async def test_another_node_at_the_address_is_noticed(settings: Settings, shelf: FolderShelf) -> None:

@@ -120,6 +120,7 @@ class TcpPeers:
                     self._keep(node, connection)
                     raise
                 except PeerStalled:
+                    self._drop_idle(known)
                     raise
                 except PeerUnavailable as error:
                     got = _both(got, received)
@@ -141,6 +142,9 @@ class TcpPeers:
 
     async def checksum(self, node: str, version: str) -> FileChecksum:
         return checksum_of(await self._ask(node, self._request("checksum", version), most_body_bytes=MOST_PULL_BYTES))
+
+    async def verify(self, node: str, version: str) -> FileChecksum:
+        return checksum_of(await self._ask(node, self._request("verify", version), most_body_bytes=MOST_PULL_BYTES))
 
     async def ping(self, node: str) -> float:
         asked = trio.current_time()
@@ -186,6 +190,7 @@ class TcpPeers:
                 self._keep(node, connection)
                 raise
             except PeerStalled:
+                self._drop_idle(self._known(node))
                 raise
             except PeerUnavailable:
                 if is_fresh:
@@ -251,6 +256,11 @@ class TcpPeers:
     def _close_unless_kept(self, node: str, connection: Connection) -> None:
         if not any(each.connection is connection for each in self._known(node).idle):
             connection.close()
+
+    def _drop_idle(self, known: _Node) -> None:
+        """Where one connection is silent, those beside it are as dead, and would take as long to tell."""
+        while known.idle:
+            known.idle.pop().connection.close()
 
     def _close_idle(self, before: float) -> None:
         for node, known in list(self._nodes.items()):

@@ -51,6 +51,10 @@ class Shelf(Protocol):
         """Of the sealed file, by chunks of 16 MiB; computed once, in a thread, and kept. PeerLacks."""
         ...
 
+    async def verify(self, version: str) -> FileChecksum:
+        """Of what lies here now, read again whatever is known of it. PeerLacks, OSError."""
+        ...
+
     def offers(self) -> AbstractAsyncContextManager[AsyncIterator[Offer]]:
         """Everything of steps that this node writes, from now on, as it grows and is sealed; also what grows now."""
         ...
@@ -81,6 +85,10 @@ class Peers(Protocol):
 
     async def checksum(self, node: str, version: str) -> FileChecksum:
         """What the holder sealed; it may take as long as summing the file up takes."""
+        ...
+
+    async def verify(self, node: str, version: str) -> FileChecksum:
+        """What the holder has now: it reads the file again."""
         ...
 
     def offers(self, node: str) -> AbstractAsyncContextManager[AsyncIterator[Offer]]:

@@ -19,7 +19,7 @@ from tierfs.steps.names import safe_component, safe_relative
 from tierfs.transport.frames import Frame, Kind
 from tierfs.transport.peers import MOST_PULL_BYTES, Offer
 
-Operation = Literal["pull", "fetch", "checksum", "offers", "ping", "ticket"]
+Operation = Literal["pull", "fetch", "checksum", "verify", "offers", "ping", "ticket"]
 
 _OPERATIONS = get_args(Operation)
 _ERRORS: dict[str, type[PeerError]] = {
@@ -64,7 +64,7 @@ def request_of(frame: Frame) -> Request:
             growing=fields.flag("growing"),
         )
         fields.end()
-        if op in ("pull", "fetch", "checksum"):
+        if op in ("pull", "fetch", "checksum", "verify"):
             check_version(request.version)
         if request.length > MOST_PULL_BYTES or request.offset >= 1 << 62 or request.beat_ms > _MOST_BEAT_MS:
             raise Wrong("a number is too large")

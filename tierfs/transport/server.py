@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 
 import trio
 
-from tierfs.errors import PeerError, PeerLacks, PeerRefused, PeerUnavailable, SettingsError
+from tierfs.errors import PeerError, PeerLacks, PeerRefused, PeerUnavailable, SettingsError, TierfsError
 from tierfs.settings import Settings
 from tierfs.transport.addresses import is_loopback, join_address, split_setting
 from tierfs.transport.bulk import FileCut
@@ -166,9 +166,9 @@ class TcpServer:
             request = request_of(frame)
             try:
                 await self._answer(connection, request, node)
-            except PeerRefused:
+            except (PeerRefused, PeerUnavailable):
                 raise
-            except (PeerLacks, OSError) as error:
+            except (TierfsError, OSError) as error:
                 if connection.closed:
                     raise PeerUnavailable(f"the connection broke: {error}") from None
                 await connection.send(Kind.error, error_head(_as_peer_error(error, request)))
@@ -183,9 +183,10 @@ class TcpServer:
                 await self._pull(connection, request)
             case "fetch":
                 await self._fetch(connection, request)
-            case "checksum":
+            case "checksum" | "verify":
+                sum_up = self._shelf.verify if request.op == "verify" else self._shelf.checksum
                 async with _beating(connection, request):
-                    checksum = await self._shelf.checksum(request.version)
+                    checksum = await sum_up(request.version)
                 head, body = checksum_answer(checksum)
                 await connection.send(Kind.answer, head, body)
             case "offers":
