@@ -258,6 +258,23 @@ async def test_a_file_is_unlinked_only_as_it_was(cluster: dict[str, Node]) -> No
         assert set(c.driver.record(STEP).manifest.files) == {"__1_0.distcp"}
 
 
+async def test_a_directory_inside_of_a_step_goes_with_the_files_of_others(cluster: dict[str, Node]) -> None:
+    a, c = cluster["a"], cluster["c"]
+    await a.join()
+    async with c.running():
+        await a.publish_directory(f"{STEP}/model")
+        a.driver.mkdirs(f"{STEP}/model")
+        await a.write(STEP, {"model/shard.pt": 100_000}, 1)
+        await a.publish_part(STEP, ["model/shard.pt"])
+        await c.caught_up()
+        await c.showing.show_listing(f"{STEP}/model")
+        assert names_in(c.root / STEP) == {"model/shard.pt"}
+        await a.publish_part(STEP, [])
+        await a.store.delete(keys.tree_key(f"{STEP}/model"))
+        await c.caught_up()
+        assert os.listdir(c.root / STEP) == [] and not c.driver.record(STEP).manifest.files
+
+
 async def test_what_fails_is_logged_tried_again_and_holds_up_nothing(
     cluster: dict[str, Node], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 
 from tests.unit.cluster_nodes import Node, names_in
 from tests.unit.step_driver import MARKER, content
@@ -289,6 +290,51 @@ async def _crash_at(node: Node, cluster: dict[str, Node], point: str, generation
         for inner in (A, B, MARKER):
             author = cluster["b" if inner == B else "a"]
             assert version_at(node.root / STEP / inner)[0] == version_at(author.root / STEP / inner)[0]
+
+
+class _NoMixture(trio.abc.Instrument):
+    """After each step of any task: where a marker is, all files are of its generation."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+        self.generation_of: dict[str, int] = {}
+        self.seen: set[tuple[str, int]] = set()
+        self.mixed: list[str] = []
+
+    def after_task_step(self, task: object) -> None:
+        for node in self._nodes:
+            top = node.root / STEP
+            if not (top / MARKER).exists():
+                continue
+            found = {
+                inner: self.generation_of.get(version_at(top / inner)[0], 0)
+                for inner in (MARKER, A, B)
+                if (top / inner).exists()
+            }
+            self.seen.add((node.name, found[MARKER]))
+            if len(set(found.values())) > 1:
+                self.mixed.append(f"{node.name}: {found}")
+
+
+async def test_at_no_moment_a_marker_stands_beside_files_of_another_generation(cluster: dict[str, Node]) -> None:
+    a, b, c = cluster.values()
+    watch = _NoMixture([b, c])
+    async with b.running(), c.running():
+        trio.lowlevel.add_instrument(watch)
+        for generation in (1, 2, 3, 4):
+            if generation == 3:
+                c.peers.down |= {"a", "b"}  # from now on c gets stubs
+            await saved(cluster, seed=generation, generation=generation)
+            for node, inner in ((a, A), (b, B), (a, MARKER)):
+                watch.generation_of[version_at(node.root / STEP / inner)[0]] = generation
+            for _ in range(3):
+                await c.showing.show(f"{STEP}/{A}")
+                await c.showing.show_listing(STEP)
+            await b.caught_up()
+            await c.caught_up()
+        trio.lowlevel.remove_instrument(watch)
+    assert watch.mixed == []
+    assert {("c", 1), ("c", 2), ("c", 3), ("c", 4), ("b", 4)} <= watch.seen
 
 
 async def test_a_withdrawn_commit_leaves_the_files_and_takes_the_marker(cluster: dict[str, Node]) -> None:

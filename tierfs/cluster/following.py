@@ -279,7 +279,7 @@ class Following:
         if old is not None and (now is None or now.create_revision != old.create_revision):
             await self._removed(rel, old)
         if now is None:
-            self._showing.published.pop(rel, None)
+            self._showing.forget_name(rel)
         elif now.record.node == self._node:
             self._note_own(rel, now)
         else:
@@ -384,6 +384,7 @@ class Following:
 
     def _remove_directory(self, rel: str) -> None:
         self._registry.latest.clear_for_rmdir(rel)
+        self._remove_theirs_below(rel)
         try:
             placing.remove_directory(self._root, rel)
         except OSError as error:
@@ -392,6 +393,21 @@ class Following:
             # What is left was made here and is published anew, with its directory; or goes in a moment.
             raise TierfsError(f"{rel} was removed by another node, but is not empty here") from None
         self._registry.latest.removed_below(rel)
+
+    def _remove_theirs_below(self, rel: str) -> None:
+        """Files of other nodes in a directory inside of a step, which they removed with it."""
+        where = self._registry.names.locate(rel)
+        record = self._registry.at(where) if where is not None and where.inner else None
+        if record is None or where is None or record.is_complete:
+            return
+        for inner in [name for name in record.manifest.files if name.startswith(f"{where.inner}/")]:
+            try:
+                author = version_at(record.directory / inner)[0].partition("/")[0]
+            except FileNotFoundError:
+                record.manifest.files.pop(inner, None)
+                continue
+            if author and author != self._node and inner not in record.open_names():
+                self._showing.remove_file(record, inner)
 
     # --- steps and nodes
 

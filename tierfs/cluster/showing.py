@@ -80,6 +80,9 @@ class Showing(ShownNames):
             await self.operations_applied()
             await self._show_name(rel, where)
             return
+        record = self.registry.at(where)
+        if record is not None and record.is_complete and placing.look(self.root, rel) is not None:
+            return  # of a step that nobody looked into as a whole: what is there of it is right
         step_rel = where.step_rel
         await self.view.caught_up([tree_key(rel), tree_key(step_rel), *self._state_keys(where)])
         await self.operations_applied()
@@ -88,7 +91,7 @@ class Showing(ShownNames):
             return
         if rel in self.view.tree:
             await self.place_tree(rel)
-        if placing.look(self.root, rel) is None or not record.manifest.populated:
+        if placing.look(self.root, rel) is None:
             await self._show_in_step(record, where.inner, everything=False)
 
     async def show_listing(self, rel: str) -> None:

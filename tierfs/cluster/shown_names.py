@@ -53,6 +53,11 @@ class ShownNames:
             return False
         return self._placed.get(rel) == seen.create_revision and (self.root / rel).is_dir()
 
+    def forget_name(self, rel: str) -> None:
+        """The catalogue does not have it any more."""
+        self.published.pop(rel, None)
+        self._placed.pop(rel, None)
+
     async def place_tree(self, rel: str) -> bool:
         """Make the directory, link or plain file that the catalogue has under the name, with what is above it.
 
