@@ -68,6 +68,8 @@ class OneFile:
         finally:
             os.close(fd)
 
+    verify = checksum
+
     def offers(self) -> AbstractAsyncContextManager[AsyncIterator[Offer]]:
         raise NotImplementedError
 

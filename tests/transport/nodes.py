@@ -65,6 +65,12 @@ class FolderShelf:
         finally:
             os.close(fd)
 
+    async def verify(self, version: str) -> FileChecksum:
+        return await self.checksum(version)
+
+    async def verify(self, version: str) -> FileChecksum:
+        return await self.checksum(version)
+
     def offers(self) -> AbstractAsyncContextManager[AsyncIterator[Offer]]:
         return self._offers()
 

@@ -87,7 +87,7 @@ async def test_small_files_and_checksums(settings: Settings, shelf: FolderShelf)
 
             summed = await both.peers.checksum(HOLDER, version)
         with shelf.path(version).open("rb") as file:
-            assert summed == checksum_fd(file.fileno())
+            assert summed == checksum_fd(file.fileno()) == await both.peers.verify(HOLDER, version)
         with pytest.raises(PeerLacks):
             await both.peers.checksum(HOLDER, f"{HOLDER}/ab")
         assert both.server.connections == 1, "what is lacking costs no connection"
