@@ -257,3 +257,23 @@ async def test_a_notice_is_told_once_whether_it_is_a_file_or_a_command(tmp_path:
             assert told == []
             flag.touch()
     assert sorted(told) == sorted([f"{flag} is there", "test says so"])
+
+
+async def test_a_file_that_gets_its_final_name_at_once_is_copied_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path, with_replication()) as all_nodes:
+        a, b = await two(all_nodes)
+        arrived: list[tuple[str, str]] = []
+        b.replicator.on_arrived = lambda key, inner, version: arrived.append((inner, version))
+        file = a.begin("a.distcp.tmp")
+        file.write(DATA, 0)
+        version = file.seal()
+        final = file.path.with_name("a.distcp")
+        file.path.rename(final)
+        files = file.record.manifest.files
+        files["a.distcp"] = files.pop("a.distcp.tmp")
+        a.copies.moved(file.path, final)
+        assert a.copies.sealed("run/step_1/a.distcp", file.ino) == version
+        await all_nodes.commit()
+        await eventually(lambda: all_nodes.held()["b"] == ("a",))
+        assert b.shelf() == {version: DATA} and all_nodes.network.sent["a"] == len(DATA)
+        assert arrived == [("a.distcp", version)] and b.leftovers() == []

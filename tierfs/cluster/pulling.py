@@ -7,7 +7,7 @@ differ are fetched again.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import os
 from collections import Counter
@@ -44,6 +44,7 @@ MOST_PAUSE_S = 2.0
 GIVE_UP_S = 60.0
 #: Summing up takes a second for some GB; who needs longer than this is as good as lost.
 SUM_WITHIN_S = 600.0
+_SERIAL = itertools.count(1)
 
 
 class ShelfPlaces(Protocol):
@@ -156,8 +157,9 @@ class FilePull:
             return False
         finally:
             self._means.room.release(self)
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
             if self._fd >= 0:
-                self._remove()
                 await let_go(self._fd)
 
     async def _bring(self) -> bool:
@@ -323,17 +325,9 @@ class FilePull:
             self._length = end
 
     def _open(self) -> None:
-        place = self._means.shelf.place(self.key, self.version)
-        self._path = place.with_name(place.name + PULLING)
-        self._path.unlink(missing_ok=True)  # of one that was dropped and is just ending: not its inode
+        # One that was dropped and is just ending may be of the same version.
+        self._path = self._means.shelf.place(self.key, self.version).with_name(f"{next(_SERIAL)}{PULLING}")
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-    def _remove(self) -> None:
-        """What is not on the shelf: the name, where it is (still) this one's."""
-        if self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                if self._path.lstat().st_ino == os.fstat(self._fd).st_ino:
-                    self._path.unlink()
 
     async def _ask_whether_it_grows(self, holder: str) -> None:
         """What was removed while it was written is offered no more, and nobody says so."""

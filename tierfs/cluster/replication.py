@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,14 @@ from tierfs.cluster.grouping import Groups
 from tierfs.cluster.holdings import Holdings
 from tierfs.cluster.missing_parts import Missing, MissingParts
 from tierfs.cluster.part_files import PartFiles
-from tierfs.cluster.pulling import FilePull, Means, Streams, let_go
+from tierfs.cluster.pulling import FilePull, Means, Streams
 from tierfs.cluster.replica_room import ReplicaRoom
+from tierfs.cluster.shelf_sweeping import Brought, ShelfSweep, author_of
 from tierfs.cluster.taking_over import TakingOver
 from tierfs.cluster.view import Change, View
 from tierfs.cluster.waiting import CopyWaits
 from tierfs.errors import CatalogError, NoRoom, PathRefused, PeerError, RecordDamaged, TierfsError
-from tierfs.steps.names import safe_component, safe_relative, unescape_namespace
+from tierfs.steps.names import safe_component, safe_relative
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.transport.peers import Offer, Peers
 
@@ -41,18 +41,10 @@ MISSING_AT_ONCE = 8
 PAUSE_S = 0.1
 MOST_PAUSE_S = 3.0
 NO_ROOM_PAUSE_S = 1.0
-#: Shelved files of a step that the catalogue does not have go after so long: it may be about to be published.
-ORPHAN_AFTER_S = 60.0
 _BOUND_S = 3600.0
 
 #: A file's place: its step, the node it comes from, the path in the step.
 _Place = tuple[Key, str, str]
-
-
-@dataclass(frozen=True)
-class _Brought:
-    version: str
-    generation: int
 
 
 @dataclass(frozen=True)
@@ -98,12 +90,12 @@ class Replicator:
         self._means = Means(peers, copies, self.room, Streams(settings.peer.streams), registry.tier.trim)
         self.taking_over = TakingOver(view, copies, self.groups, self._means, node)
         self._pulls: dict[_Place, FilePull] = {}
-        self._brought: dict[Key, dict[tuple[str, str], _Brought]] = {}
+        self._sealed: dict[str, FilePull] = {}  # those of sealed files, by version
+        self._sweep = ShelfSweep(registry, view, copies, parts)
+        self._brought = self._sweep.brought
         self._wanted: dict[_Place, Missing] = {}
         self._not_before: dict[_Place, float] = {}  # there was no room
         self._planned: dict[_Place, Missing] = {}  # of which a pull is on its way
-        self._to_sweep: set[Key] = set()
-        self._orphans: dict[Key, float] = {}
         self._planning = trio.Event()
         self._regrouped = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -122,7 +114,7 @@ class Replicator:
             self._nursery = nursery
             if self._view.connected:
                 self._missing.begin()
-            self._look_for_orphans()
+            self._sweep.all_later()
             nursery.start_soon(self._keep_subscribed)
             nursery.start_soon(self._keep_planning)
             nursery.start_soon(self.taking_over.run)
@@ -143,11 +135,12 @@ class Replicator:
                 return
             key = where.namespace, where.step
             if self._is_being_renamed(change.key):  # `Copies.step_moved` takes its copies along
-                self._orphans.setdefault(key, trio.current_time() + ORPHAN_AFTER_S)
+                self._sweep.later(key)
             else:
                 self.forget(key)
         elif change.kind == "reset":
-            self._look_for_orphans()
+            self._sweep.all_later()
+            self._plan_soon()
 
     # --- subscriptions
 
@@ -186,8 +179,7 @@ class Replicator:
         its pulls end by themselves."""
         for place, pull in list(self._pulls.items()):
             if place[1] == author and author in self._view.nodes and not pull.pieces.sealed:
-                pull.drop()
-                del self._pulls[place]
+                self._stop(place)
 
     def _offered(self, author: str, offer: Offer) -> None:
         try:
@@ -203,19 +195,19 @@ class Replicator:
         place = key, author, offer.inner
         pull = self._pulls.get(place)
         if pull is not None and pull.version not in (offer.version, offer.growing):
-            pull.drop()  # written again
-            del self._pulls[place]
-            self._planned.pop(place, None)
+            self._stop(place)  # written again
             pull = None
         if place in self._wanted and self._wanted[place].version != offer.version:
             del self._wanted[place]
         if offer.sealed:
-            if pull is not None:
-                pull.seal(offer.version, offer.size_bytes)
+            if offer.version in self._sealed and self._sealed[offer.version] is not pull:
+                self._sealed[offer.version].inner = offer.inner  # it got another name: one copy does
+            elif pull is not None:
+                self._seal(pull, offer.version, offer.size_bytes)
             elif self._copies.has(offer.version):
                 self._came(place, offer.version, offer.generation)
             else:
-                self._begin(place, offer.version, offer.generation).seal(offer.version, offer.size_bytes)
+                self._seal(self._begin(place, offer.version, offer.generation), offer.version, offer.size_bytes)
         elif pull is not None:
             pull.grew(offer.size_bytes)
         elif offer.size_bytes and self._not_before.get(place, 0.0) <= trio.current_time():
@@ -229,7 +221,7 @@ class Replicator:
         if where is None or (where.namespace, where.step) != (namespace, step):
             raise PathRefused(f"{namespace}/{step} is no step")
         for version in (offer.version, offer.growing):
-            if version and _author(check_version(version)) != author:
+            if version and author_of(check_version(version)) != author:
                 raise RecordDamaged(f"{version[:80]} is not of {author}")
         if not 0 <= offer.size_bytes < 1 << 63 or offer.generation < 1 or not offer.version:
             raise RecordDamaged(f"size, generation or version of {offer.inner[:80]!r} is none")
@@ -253,6 +245,10 @@ class Replicator:
         self._nursery.start_soon(self._bring, place, pull, generation, holders)
         return pull
 
+    def _seal(self, pull: FilePull, version: str, size_bytes: int) -> None:
+        pull.seal(version, size_bytes)
+        self._sealed[version] = pull
+
     async def _bring(self, place: _Place, pull: FilePull, generation: int, holders: Sequence[str]) -> None:
         key, author, inner = place
         is_whole = lacks_room = False
@@ -265,12 +261,14 @@ class Replicator:
             log.error("copying %s failed: %s", pull.shown, error, extra=self._extra(key, inner))
         finally:
             is_current = self._pulls.get(place) is pull
+            if self._sealed.get(pull.version) is pull:
+                del self._sealed[pull.version]
             if is_current:
                 del self._pulls[place]
                 self._planned.pop(place, None)
         if is_whole:
             self._came(place, pull.version, generation)
-            self.on_arrived(key, inner, pull.version)
+            self.on_arrived(key, pull.inner, pull.version)
         elif is_current and lacks_room and pull.pieces.sealed:
             size = pull.pieces.size_bytes
             self._wanted[place] = Missing(
@@ -285,7 +283,7 @@ class Replicator:
         self._not_before.pop(place, None)
         of_step = self._brought.setdefault(key, {})
         before = of_step.get((author, inner))
-        of_step[author, inner] = _Brought(version, generation)
+        of_step[author, inner] = Brought(version, generation)
         if before is not None and before.version != version:
             self._sweep_soon(key)
         if key in self._view.states:
@@ -321,30 +319,23 @@ class Replicator:
                     log.debug("what is missing here of %s can't be told yet: %s", "/".join(key), error)
                     failed = True
                 self._start_wanted()
-            for key in sorted(self._to_sweep):
-                try:
-                    await self._sweep(key)
-                    self._to_sweep.discard(key)
-                except CatalogError as error:
-                    log.debug("what is not needed of %s can't be told yet: %s", "/".join(key), error)
-                    failed = True
+            failed = not await self._sweep.sweep(self.forget) or failed
             if failed:
                 await trio.sleep(pause)
                 self._plan_soon()
             pause = min(2 * pause, MOST_PAUSE_S) if failed else PAUSE_S
             self._start_wanted()
-            self._forget_orphans()
             with trio.move_on_at(self._plan_at()):
                 await self._planning.wait()
 
     def _plan_at(self) -> float:
         waiting = [self._not_before.get(place, math.inf) for place in self._wanted]
-        return min(self._missing.next_at(), *waiting, *self._orphans.values(), trio.current_time() + _BOUND_S)
+        return min(self._missing.next_at(), *waiting, self._sweep.next_at(), trio.current_time() + _BOUND_S)
 
     def _want(self, missing: Missing) -> None:
         pull = self._pulls.get(missing.place)
-        if pull is not None and not pull.pieces.sealed and _author(pull.version) == _author(missing.version):
-            pull.seal(missing.version, missing.size_bytes)  # the offer that says so was lost, or comes late
+        if pull is not None and not pull.pieces.sealed and author_of(pull.version) == author_of(missing.version):
+            self._seal(pull, missing.version, missing.size_bytes)  # the offer that says so was lost, or comes late
         elif pull is None or pull.version != missing.version:
             self._wanted[missing.place] = missing
 
@@ -354,43 +345,43 @@ class Replicator:
             if len(self._planned) >= MISSING_AT_ONCE:
                 return
             place = missing.place
-            if self._not_before.get(place, 0.0) > now:
+            if self._not_before.get(place, 0.0) > now or missing.version in self._sealed:
                 continue
             del self._wanted[place]
             if self._copies.has(missing.version):
                 self._came(place, missing.version, missing.generation)
                 continue
-            if (other := self._pulls.pop(place, None)) is not None:
-                other.drop()
+            self._stop(place)
             self._planned[place] = missing
             pull = self._begin(
                 place, missing.version, missing.generation, missing.holders, may_evict=missing.is_of_newest
             )
-            pull.seal(missing.version, missing.size_bytes)
+            self._seal(pull, missing.version, missing.size_bytes)
 
     def _newest_first(self, missing: Missing) -> tuple[float, int, str]:
         where = self._registry.names.locate("/".join(missing.key))
         return -(where.number if where is not None else 0), -missing.generation, missing.inner
+
+    def bring(self, missing: Missing) -> None:
+        """Fetch it, whoever else may hold it: a damaged copy of it was dropped here."""
+        self._want(missing)
+        self._plan_soon()
 
     # --- what is not needed any more
 
     def forget(self, key: Key) -> None:
         """The step is gone, or leaves this node's RAM: so do its copies."""
         for place in [place for place in self._pulls if place[0] == key]:
-            self._pulls.pop(place).drop()
-            self._planned.pop(place, None)
+            self._stop(place)
         for place in [place for place in self._wanted if place[0] == key]:
             del self._wanted[place]
         for place in [place for place in self._not_before if place[0] == key]:
             del self._not_before[place]
-        self._brought.pop(key, None)
-        self._orphans.pop(key, None)
-        self._copies.forget_step(key)
+        self._sweep.forget(key)
         if key in self._view.states:
             self._holdings.changed(key)
 
     def _committed(self, key: Key, state: StepState) -> None:
-        self._orphans.pop(key, None)
         for place, missing in list(self._wanted.items()):
             if place[0] == key and missing.generation < state.generation:
                 del self._wanted[place]
@@ -398,73 +389,21 @@ class Replicator:
             self._sweep_soon(key)
 
     def _sweep_soon(self, key: Key) -> None:
-        self._to_sweep.add(key)
+        self._sweep.soon(key)
         self._plan_soon()
 
-    async def _sweep(self, key: Key) -> None:
-        """Drop the shelf's files that the complete generation does not have, nor a newer one. CatalogError."""
-        on_shelf = self._copies.shelved_versions(key)
-        seen = self._view.states.get(key)
-        if not on_shelf:
-            return
-        complete = seen.record.generation if seen is not None else 0
-        brought = self._brought.setdefault(key, {})
-        needed = {each.version for each in brought.values() if each.generation >= complete}
-        authors = {_author(version) for version in on_shelf}
-        if seen is not None:
-            parts = await self._parts.read(key, seen.record, seen.create_revision, authors)
-            # What a part carries on from an older generation is of another author than the part.
-            needed |= {file.version for files in parts.values() for file in files.values()}
-        for version in on_shelf:
-            if version not in needed:
-                await self._drop(key, version)
-        for where, each in list(brought.items()):
-            if each.version not in needed:
-                del brought[where]
-
-    async def _drop(self, key: Key, version: str) -> None:
-        try:
-            fd = os.open(self._copies.place(key, version), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return
-        self._copies.drop(key, version)
-        await let_go(fd)
-        self._registry.tier.released_room()
+    def _stop(self, place: _Place) -> None:
+        """The pull there, if any, is not wanted any more."""
+        pull = self._pulls.pop(place, None)
+        self._planned.pop(place, None)
+        if pull is not None:
+            pull.drop()
+            if self._sealed.get(pull.version) is pull:
+                del self._sealed[pull.version]
 
     def _is_being_renamed(self, path: str) -> bool:
         moves = (seen.record for seen in self._view.operations.values() if seen.record.kind == "rename")
         return any(path == move.path or path.startswith(f"{move.path}/") for move in moves)
-
-    def _look_for_orphans(self) -> None:
-        """What changed while this node was away: steps of the shelf may be gone, or complete in a newer generation.
-
-        Not at once: a step may be about to be published, and what is being written has to be offered again.
-        """
-        for key in self._shelf_keys():
-            self._orphans.setdefault(key, trio.current_time() + ORPHAN_AFTER_S)
-
-    def _forget_orphans(self) -> None:
-        now = trio.current_time()
-        for key, at in list(self._orphans.items()):
-            if at > now:
-                continue
-            if "/".join(key) in self._view.tree:
-                del self._orphans[key]
-                self._sweep_soon(key)
-            elif self._view.connected:
-                self.forget(key)
-            else:
-                self._orphans[key] = now + ORPHAN_AFTER_S
-
-    def _shelf_keys(self) -> Iterator[Key]:
-        for namespace in os.scandir(self._copies.shelf):
-            try:
-                name = unescape_namespace(namespace.name)
-            except PathRefused:
-                continue  # cut, since it is very long: it goes with the step
-            for step in os.scandir(namespace.path):
-                if self._registry.names.locate(f"{name}/{step.name}") is not None:
-                    yield name, step.name
 
     # --- accounting
 
@@ -488,7 +427,3 @@ class Replicator:
 
     def _extra(self, key: Key, inner: str = "") -> dict[str, Any]:
         return {"namespace": key[0], "step": key[1], "file": inner, "tier": "ram"}
-
-
-def _author(version: str) -> str:
-    return version.rpartition("/")[0]
