@@ -17,6 +17,7 @@ from tierfs.catalog.records import NodeRecord, to_bytes
 from tierfs.cluster.agreeing import Agreement
 from tierfs.cluster.joining import join
 from tierfs.cluster.publishing import Publisher
+from tierfs.cluster.putting_away import put_away_others
 from tierfs.cluster.removing import Removing
 from tierfs.cluster.stewardship import Stewardship
 from tierfs.cluster.view import Change
@@ -72,7 +73,11 @@ class Told(Alone):
         if outcome == "agreed":  # what others wrote gets its names before the marker does
             current = record.manifest.overwrite
             generation = current.generation if current is not None else record.manifest.generation
-            files = await node.view.files(record.key, generation, fresh=True)
+            try:
+                files = await node.view.files(record.key, generation, fresh=True)
+            except CatalogError:
+                put_away_others(node.registry, node.copies, record, content.files if content is not None else {})
+                return outcome
             names = [inner for inner in files.files if inner != marker]
             async with node.showing.lock(record.key):
                 await node.showing.place_files(record, files, names, is_complete=True, by_force=True)

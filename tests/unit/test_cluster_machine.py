@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -41,6 +42,12 @@ SIZES = {name: 1000 + 500 * rank for rank, name in enumerate(SHARDS.values())}
 STEPS = ("run/step_1", "run/step_2")
 #: A part of a save that goes on only so long has failed (by the tests' clock).
 WITHIN_S = 120.0
+
+
+async def _without_thread(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    """The clock of the tests would jump ahead of a thread; and each run of one example is to be the same."""
+    await trio.lowlevel.checkpoint()
+    return work(*args)
 
 
 class WatchedServer(MemoryServer):
@@ -92,7 +99,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="tierfs-cluster-"))
-        self.clock = trio.testing.MockClock(autojump_threshold=0.001)
+        self.clock = trio.testing.MockClock(autojump_threshold=0)
         self.server = WatchedServer()
         self.nodes: dict[str, WritingNode] = {}
         self.tiers = 0
@@ -128,7 +135,8 @@ class ClusterMachine(RuleBasedStateMachine):
                     await work()
                     await self._settle()
 
-        trio.run(main, clock=self.clock)
+        with mock.patch("trio.to_thread.run_sync", _without_thread):
+            trio.run(main, clock=self.clock)
 
     async def _settle(self) -> None:
         self.server.lose_answers = 0

@@ -92,6 +92,7 @@ class Agreement:
         if content is None and expected:
             content = MarkerContent(dict(expected))
         wanted = _Wanted(record, writing_generation(record.manifest), marker, marker_at, content)
+        self.publisher.waiting_markers.pop(record.key, None)
         ends_at = trio.current_time() + self.registry.settings.cluster.wait_s
         try:
             agreed = await self._agree(wanted, ends_at)
@@ -102,6 +103,8 @@ class Agreement:
             return "agreed"
         outcome = await self._without_catalogue(wanted)
         if outcome == "pending":
+            if marker is not None:
+                self.publisher.waiting_markers[record.key] = marker
             put_away_others(self.registry, self._copies, record, content.files if content is not None else {})
         return outcome
 
@@ -151,6 +154,7 @@ class Agreement:
     def completed(self, record: StepRecord) -> None:
         """The step is complete here: its manifest says when, as the catalogue does."""
         self.publisher.expected.pop(record.key, None)
+        self.publisher.waiting_markers.pop(record.key, None)
         state, _ = self._agreed.pop(record.key, (None, 0.0))
         if state is not None and state.generation == record.manifest.generation:
             record.manifest.completed_at = state.completed_at

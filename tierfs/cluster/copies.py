@@ -231,6 +231,16 @@ class Copies:
         """The versions of the step that are on the shelf."""
         return sorted(version for version in self._shelved.get(self._shelf_key(key), ()) if self.has(version))
 
+    def forget(self, key: Key, version: str) -> None:
+        """What lies here is not what the version names (it is damaged), and about to be replaced: it is no copy."""
+        copy = self._copies.pop(version, None)
+        if copy is not None and self._by_ino.get(copy.ino) == version:
+            del self._by_ino[copy.ino]
+        summed = self._checksums.pop(version, None)
+        self._chunks -= len(summed.chunks) if summed is not None else 0
+        if version in self._on_shelf:
+            self.drop(key, version)
+
     def drop(self, key: Key, version: str) -> None:
         """A replica on the shelf is not needed (any more)."""
         self.place(key, version).unlink(missing_ok=True)
@@ -295,6 +305,21 @@ class Copies:
             os.close(fd)
         self.checksum_known(version, summed)
         return summed
+
+    async def verify(self, version: str) -> FileChecksum:
+        """What lies here now: read again, and told as it is. PeerLacks, OSError."""
+        fd = self.open_version(version)
+        try:
+            summed = await trio.to_thread.run_sync(checksum_fd, fd, limiter=self._limiter)
+            if whole_version(fd) != version:
+                raise PeerLacks(f"{version} was written again on {self.node} while it was summed up")
+        finally:
+            os.close(fd)
+        return summed
+
+    def checksum_of(self, version: str) -> FileChecksum | None:
+        """What it was summed up to when somebody first did so; None where that is not known."""
+        return self._checksums.get(version)
 
     def checksum_known(self, version: str, checksum: FileChecksum) -> None:
         """By chunks, of one who summed the bytes up anyway."""

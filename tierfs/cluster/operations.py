@@ -1,4 +1,4 @@
-"""What a person asks of the cluster: nodes, status, wait, drain, verify.
+"""What a person asks of the cluster: nodes, status, wait, drain, prefetch, verify, repair.
 
 Answers are the `--json` contract of the command line (docs/cli.md). Paths are relative to the mount's root.
 """
@@ -6,18 +6,23 @@ Answers are the `--json` contract of the command line (docs/cli.md). Paths are r
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from tierfs.catalog.records import FileRecord, NodeRecord
+from tierfs.cluster.comparing import Comparing
+from tierfs.cluster.counting import Holders
 from tierfs.cluster.draining import Left
-from tierfs.cluster.step_files import StepFiles
-from tierfs.errors import CatalogError, NotFound, PeerError, TierfsError
-from tierfs.persist.reporting import reporting
+from tierfs.cluster.repairing import ClusterRepair
+from tierfs.errors import CatalogError, NotFound, TierfsError
+from tierfs.hydrate.prefetching import Prefetching
+from tierfs.persist.reporting import all_of, reporting
 from tierfs.persist.selection import Selected, select
 from tierfs.steps.record import StepRecord
+from tierfs.steps.registry import Key
 
 if TYPE_CHECKING:
     from tierfs.cluster.tier import ClusterTier
@@ -28,6 +33,8 @@ Progress = Callable[[dict[str, Any]], Awaitable[None]]
 LOOK_S = 0.2
 #: A drain without a time-out of its own ends after so long.
 DRAIN_WITHIN_S = 24 * 3600.0
+#: Files whose copies are compared side by side.
+VERIFIED_AT_ONCE = 4
 
 
 class ClusterOperations:
@@ -98,7 +105,7 @@ class ClusterOperations:
             "lost": sorted(tier.membership.lost),
             "pending": tier.publisher.pending,
             "under_replicated": sum(seen.record.level == "complete" for seen in states),
-            "draining": tier.drain.state != "serving",
+            "draining": tier.drain.is_draining,
             "pulling": tier.replicator.state().pulling,
         }
 
@@ -130,6 +137,8 @@ class ClusterOperations:
 
     async def wait_replica(self, rel: str, *, timeout_s: float | None, progress: Progress) -> dict[str, Any]:
         """Until the step is replicated. `reached` is False when time ran out. NotFound."""
+        if rel:
+            await self._registry.cluster.show(rel)
         found = select(self._registry, rel)
         if len(found) != 1 or not found[0].is_named:
             raise NotFound(f"{rel or 'the mount'} is no step; wait for one, such as run1/step_100")
@@ -189,59 +198,70 @@ class ClusterOperations:
             "bytes_left": left.bytes,
         }
 
-    # --- comparing copies
+    def stop_draining(self) -> bool:
+        """The node stays after all; False where it was not draining."""
+        drain = self._tier.drain
+        was_draining = drain.is_draining
+        drain.stop()
+        return was_draining
+
+    # --- bytes
+
+    async def prefetch(self, paths: Sequence[str], *, globs: Sequence[str], progress: Progress) -> dict[str, Any]:
+        """See `tierfs.hydrate.prefetching`."""
+        return await Prefetching(self._registry, self._tier.hydration).run(paths, globs=globs, progress=progress)
+
+    async def repair(self, rel: str, progress: Progress, *, dry_run: bool) -> dict[str, Any]:
+        """Make damaged copies here good from others. See `tierfs.cluster.repairing`."""
+        return await ClusterRepair(self._tier).run(rel, progress, dry_run=dry_run)
 
     async def verify(self, rel: str, progress: Progress) -> dict[str, Any]:
-        """Ask every holder of each file of the complete steps below the path for the checksum of what it has.
-
-        They are compared with what the writer sealed, or with each other where nobody summed it up yet.
-        """
-        chosen: dict[tuple[str, str], list[Selected]] = {}
+        """Have every holder of each file of the complete steps below the path read it, and compare what it has with
+        what was sealed. `files` and `bytes` count copies."""
+        chosen: dict[Key, list[Selected]] = {}
         for found in select(self._registry, rel):
             if found.record.is_complete and found.record.manifest.joined:
                 chosen.setdefault(found.record.key, []).append(found)
         sums: dict[str, Any] = {"files": 0, "bytes": 0, "bad": [], "unsealed": 0}
-        for selected in chosen.values():
-            record = selected[0].record
-            try:
-                files = await self._tier.view.files(record.key, record.manifest.generation)
-                holdings = await self._tier.view.holdings(record.key)
-            except CatalogError as error:
-                raise TierfsError(f"{record.rel} can't be verified on other nodes: {error.message}") from None
-            for inner, file in files.files.items():
-                if not any(each.holds(inner) for each in selected):
-                    continue
-                holders = self._tier.view.holders(files, holdings, file)
-                await self._verify_file(record, inner, files, file, holders, sums)
-                await progress({"files": sums["files"], "bytes": sums["bytes"], "path": f"{record.rel}/{inner}"})
+        at = [""]
+
+        async def work() -> None:
+            for selected in chosen.values():
+                record = selected[0].record
+                at[0] = record.rel
+                try:
+                    files = await self._tier.view.files(record.key, record.manifest.generation, fresh=True)
+                    holders = Holders(files, await self._tier.view.holdings(record.key), self._tier.view.nodes)
+                except CatalogError as error:
+                    raise TierfsError(f"{record.rel} can't be verified on other nodes: {error.message}") from None
+                jobs = [
+                    partial(self._verify_file, record, inner, file, sorted(holders.of(file)), sums)
+                    for inner, file in files.files.items()
+                    if any(each.holds(inner) for each in selected)
+                ]
+                await all_of(jobs, at_once=VERIFIED_AT_ONCE)
+
+        await reporting(work, lambda: {"files": sums["files"], "bytes": sums["bytes"], "path": at[0]}, progress)
+        sums["bad"].sort(key=lambda bad: (bad["path"], bad["reason"]))
         return sums
 
     async def _verify_file(
-        self,
-        record: StepRecord,
-        inner: str,
-        files: StepFiles,
-        file: FileRecord,
-        holders: list[str],
-        sums: dict[str, Any],
+        self, record: StepRecord, inner: str, file: FileRecord, holders: list[str], sums: dict[str, Any]
     ) -> None:
-        path = f"{record.rel}/{inner}"
-        found: dict[str, str] = {}
-        for node in holders:
-            try:
-                if node == self._tier.node:
-                    summed = await self._tier.copies.checksum(file.version)
-                else:
-                    summed = await self._tier.peers.checksum(node, file.version)
-            except PeerError as error:
-                sums["bad"].append({"path": path, "reason": f"{node} does not give it: {error.message}"})
-                continue
-            found[node] = summed.text if summed.size_bytes == file.size_bytes else f"{summed.size_bytes} bytes"
+        def bad(reason: str) -> None:
+            sums["bad"].append({"path": f"{record.rel}/{inner}", "reason": reason})
+
+        comparing = Comparing(self._tier.copies, self._tier.peers)
+        seen = await comparing.now(file, holders)
+        expected = await comparing.sealed(record, inner, file, holders, seen)
         if not holders and not record.is_persisted:
-            sums["bad"].append({"path": path, "reason": "no node holds it any more"})
-        expected = file.checksum or next(iter(found.values()), None)
-        for node, text in found.items():
+            bad("no node holds it any more")
+        for node, reason in sorted(seen.failed.items()):
+            bad(f"{node} {reason}")
+        for node, found in sorted(seen.found.items()):
             sums["files"] += 1
             sums["bytes"] += file.size_bytes
-            if text != expected:
-                sums["bad"].append({"path": path, "reason": f"the copy on {node} has {text}, not {expected}"})
+            if expected is None and len(set(seen.found.values())) > 1:
+                bad(f"the copy on {node} has the checksum {found}, others differ, and nobody knows which is right")
+            elif expected not in (None, found):
+                bad(f"the copy on {node} has the checksum {found}, {expected} was sealed; `tierfs repair` it there")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 import trio
@@ -21,11 +22,13 @@ from tierfs.cluster.journal import Journal, Owed
 from tierfs.cluster.local_files import LocalFiles, read_opened, write_opened
 from tierfs.cluster.marks import Mark, Marks
 from tierfs.cluster.own_parts import OwnParts
+from tierfs.cluster.putting_away import drop_marker
 from tierfs.cluster.step_removal import delete_step
-from tierfs.cluster.tree_names import CATCH_UP_S, TreeNames, TryAgain
+from tierfs.cluster.tree_names import CATCH_UP_S, TreeNames, TryAgain, is_being_renamed
 from tierfs.errors import CatalogError, CatalogUnavailable
 from tierfs.steps.manifest import Manifest
-from tierfs.steps.record import StepRecord
+from tierfs.steps.names import StepPath
+from tierfs.steps.record import SHARD_SUFFIXES, StepRecord
 from tierfs.steps.registry import Key, StepRegistry
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ class Publisher:
         self.on_withdrawn: Callable[[StepRecord], None] = lambda record: None
         #: Make the commit of a step that is complete here and unknown there (`Agreement.commit_complete`).
         self.commit: Callable[[StepRecord], Awaitable[None]] = _no_commit
+        #: Markers that got their names though their steps are not complete yet (a commit that was `pending`).
+        self.waiting_markers: dict[Key, str] = {}
         #: A file that a program removed from a step (`Removing.is_removed`).
         self.is_removed_inside: Callable[[Key, str], bool] = lambda key, inner: False
         #: Files (and their sizes) that came into a step with its directory's rename: it is not whole without them.
@@ -94,6 +99,8 @@ class Publisher:
         where = self.registry.names.locate(rel)
         if where is None or not where.inner:
             self.names.opened(ino)
+        else:
+            self._drop_waiting_marker(where)
         path = self.registry.root / rel
         try:
             if not read_opened(path):
@@ -175,12 +182,24 @@ class Publisher:
         write_opened(path, ino, self.view.revision)
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None and where.inner else None
+        if where is not None:
+            self._drop_waiting_marker(where)
         if record is None or version is None or not version.startswith(f"{self.node}/"):
             return
         self.changed(record)
         if self.view.connected and not await self.flush(record.key, within_s=self.registry.settings.etcd.timeout_s):
             log.warning("%s is written again before the catalogue knows", rel, extra=self.registry.extra(record))
         write_opened(path, ino, self.view.revision)
+
+    def _drop_waiting_marker(self, where: StepPath) -> None:
+        """A shard is written again: the marker of the save before, which never was complete, would vouch for it."""
+        key = where.namespace, where.step
+        marker, record = self.waiting_markers.get(key), self.registry.records.get(key)
+        if marker is None or where.inner == marker or PurePosixPath(where.inner).suffix not in SHARD_SUFFIXES:
+            return
+        del self.waiting_markers[key]
+        if record is not None and not record.is_complete and drop_marker(self.registry, record, marker):
+            self.changed(record)
 
     # --- asked
 
@@ -433,7 +452,7 @@ class Publisher:
                 raise TryAgain(f"{rel} can't be looked up in the catalogue")
             seen = self.view.tree.get(rel)
             if (seen.create_revision if seen is not None else 0) != manifest.joined:
-                if self._is_being_renamed(rel, manifest.joined):
+                if is_being_renamed(self.view, rel, manifest.joined):
                     if seen is None:
                         raise TryAgain(f"{rel} is being renamed")
                     manifest.joined = seen.create_revision
@@ -442,14 +461,6 @@ class Publisher:
                     return False
         record.unsaved = True
         return True
-
-    def _is_being_renamed(self, rel: str, joined: int) -> bool:
-        """A rename of that step, or of a directory above it, came after its directory: that has a new key."""
-        return any(
-            f"{rel}/".startswith((f"{seen.record.path}/", f"{seen.record.target}/"))
-            for seen in self.view.operations.values()
-            if seen.record.kind == "rename" and seen.mod_revision > joined
-        )
 
     def compares(self, record: StepRecord, seen: Seen[StepState] | None) -> list[Compare]:
         """Nobody completed or removed the step since this node looked."""

@@ -55,3 +55,13 @@ def put_away_others(registry: StepRegistry, copies: Copies, record: StepRecord, 
         record.manifest.files.pop(inner, None)
         registry.invalidate_inside(record, inner)
     record.unsaved = True
+
+
+def drop_marker(registry: StepRegistry, record: StepRecord, marker: str) -> bool:
+    """The marker goes, unless it is the older generation's. OSError."""
+    if record.is_of_old_generation(marker):
+        return False
+    (record.directory / marker).unlink(missing_ok=True)
+    record.manifest.files.pop(marker, None)
+    registry.invalidate_inside(record, marker)
+    return True

@@ -257,6 +257,15 @@ class TreeNames:
         return TreeRecord("file", self.node, file.mode, file.uid, file.gid, file.mtime_ns, file=file)
 
 
+def is_being_renamed(view: View, rel: str, joined: int) -> bool:
+    """A rename of that step, or of a directory above it, came after its directory: that has a new key."""
+    return any(
+        f"{rel}/".startswith((f"{seen.record.path}/", f"{seen.record.target}/"))
+        for seen in view.operations.values()
+        if seen.record.kind == "rename" and seen.mod_revision > joined
+    )
+
+
 def _keys_above(rel: str) -> tuple[str, ...]:
     parent = rel.rpartition("/")[0]
     return (tree_key(parent),) if parent else ()

@@ -118,7 +118,8 @@ class Repair:
             },
             progress,
         )
-        return {"checked": self.checked, "shared": self.shared, "actions": self.actions}
+        shared = {"shared": self.shared} if self.shared else {}
+        return {"checked": self.checked, **shared, "actions": self.actions}
 
     async def _repair(self, record: StepRecord, *, dry_run: bool) -> None:
         plan = await self._plan(record, dry_run=dry_run)

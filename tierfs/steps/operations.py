@@ -24,6 +24,9 @@ log = logging.getLogger("tierfs.steps")
 
 Progress = Callable[[dict[str, Any]], Awaitable[None]]
 
+#: How often something is looked at that tells nobody when it changes.
+LOOK_S = 0.2
+
 
 class StepOperations:
     """Each takes a path relative to the mount's root, and answers what the command line prints with `--json`."""
@@ -135,6 +138,18 @@ class StepOperations:
         self.registry.remove(record)
         log.info("step removed by command", extra=self.registry.extra(record))
         return {"steps": 1, "bytes": size}
+
+    async def wait(self, rel: str, progress: Progress, *, timeout_s: float | None) -> dict[str, Any]:
+        """Until the step is complete. `reached` is False when time ran out. NotAStep, NotFound."""
+        await self.registry.cluster.show(safe_relative(rel))
+        record = self.step_at(rel)
+        with trio.move_on_after(timeout_s if timeout_s is not None else float("inf")) as scope:
+            while not record.is_complete:
+                await progress({"steps_done": 0, "steps_total": 1, "path": record.rel})
+                await trio.sleep(LOOK_S)
+                if self.registry.records.get(record.key) is not record:
+                    raise NotFound(f"{record.rel} was removed")
+        return {"path": record.rel, "level": "ram", "reached": not scope.cancelled_caught}
 
     async def verify(self, rel: str, progress: Progress) -> dict[str, Any]:
         """Sum up every file below the path again and compare with what was sealed; `stubs` have no bytes to sum up."""
