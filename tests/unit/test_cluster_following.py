@@ -93,7 +93,7 @@ async def test_what_is_not_published_yet_is_left_alone(cluster: dict[str, Node])
             await a.store.delete(keys.tree_key(rel))
         await c.caught_up()
         assert names_in(c.root) == {"run/file", "run/new"}
-        assert any("not empty" in problem for problem in c.following.problems())
+        await until(lambda: "not empty" in str(c.following.problems()), "what can't be done is told")
         # Once it is published, what others make of it counts.
         (c.root / "run/new").unlink()
         await c.publish_directory("run")
@@ -152,7 +152,7 @@ async def test_nothing_outside_of_the_tree_is_touched(cluster: dict[str, Node], 
         await c.caught_up()
         assert os.listdir(outside) == ["precious"] and (c.root / "file").read_bytes() == b"a program's"
         assert (c.root / "after").is_dir() and not (c.root / "run/stolen").exists()
-        assert c.following.problems()
+        await until(c.following.problems, "what can't be done is told")
 
 
 async def test_a_step_that_another_node_removed_goes_but_not_one_made_since(cluster: dict[str, Node]) -> None:
@@ -287,6 +287,8 @@ async def test_what_fails_is_logged_tried_again_and_holds_up_nothing(
             await a.publish_directory("other")
             await c.caught_up()
         assert (c.root / "other").is_dir() and not (c.root / STEP).exists()
+        with caplog.at_level(logging.ERROR, "tierfs.cluster"):
+            await until(c.following.problems, "what can't be done is told")
         assert any(getattr(entry, "file", "") == "run" for entry in caplog.records)
         (c.root / "run").unlink()
         await until(lambda: (c.root / STEP).is_dir(), "it was tried again")

@@ -37,6 +37,8 @@ log = logging.getLogger("tierfs.cluster")
 LEAST_PAUSE_S = 0.2
 MOST_PAUSE_S = 30.0
 MOST_TRIES = 20
+#: What fails at first is often a matter of order (a directory goes before what is in it) and is no news for people.
+SAID_AFTER_TRIES = 3
 #: Steps and plain files that are brought at once.
 AT_ONCE = 8
 #: How long a program waits for renames that are on their way.
@@ -161,7 +163,8 @@ class Following:
 
     def problems(self) -> list[str]:
         """What could not be done so far."""
-        return sorted(f"{name}: {failed.message}" for (_, name), failed in self._failed.items())
+        failed = [(name, each) for (_, name), each in self._failed.items() if each.tries >= SAID_AFTER_TRIES]
+        return sorted(f"{name}: {each.message}" for name, each in failed)
 
     async def operations_applied(self) -> None:
         """Until the renames and removals that the view has are made here, for a bounded time."""
@@ -252,8 +255,10 @@ class Following:
 
     def _fails(self, name: tuple[str, str], work: _Work, tries: int, error: Exception) -> None:
         rel = name[1]
-        if not isinstance(error, _Moving):
+        if tries >= SAID_AFTER_TRIES and not isinstance(error, _Moving):
             self._showing.cannot(rel, error)
+        else:
+            log.debug("%s is tried again: %s", rel, error)
         if tries >= MOST_TRIES:
             log.error("given up after %d tries: %s", tries, error, extra={"file": rel})
             self._failed.pop(name, None)
