@@ -1,17 +1,16 @@
-"""The control operations that are about the other nodes: what `tierfs nodes, drain, wait --level replica` and
-`verify --tier replica` ask of a running daemon.
+"""The control operations that are about the other nodes: what `tierfs nodes, drain, wait --level replica, prefetch,
+repair` and `verify --tier replica` ask of a running daemon.
 
 Answers are the `--json` contract of the command line (docs/cli.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mount.object_operations import telling
-from tierfs.errors import PathRefused, SettingsError
-from tierfs.steps.names import safe_relative
+from mount.object_operations import globs_of, path_of, paths_of, seconds_of, telling
+from tierfs.errors import SettingsError
 
 if TYPE_CHECKING:
     from mount.control import Operation, Progress
@@ -34,7 +33,13 @@ class ClusterWork(Protocol):
 
     async def drain(self, progress: Tell, /, *, timeout_s: float | None) -> dict[str, Any]: ...
 
+    def stop_draining(self) -> bool: ...
+
+    async def prefetch(self, paths: Sequence[str], /, *, globs: Sequence[str], progress: Tell) -> dict[str, Any]: ...
+
     async def verify(self, path: str, progress: Tell, /) -> dict[str, Any]: ...
+
+    async def repair(self, path: str, progress: Tell, /, *, dry_run: bool) -> dict[str, Any]: ...
 
 
 class ClusterControl:
@@ -72,8 +77,16 @@ class ClusterControl:
         return {"catalog": "embedded", "cluster": "", "connected": True, "nodes": [self._alone()]}
 
     async def drain(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        """With `stop` the node stays after all, and takes copies of others' files again."""
         work, timeout_s = self.work, seconds_of(arguments)
+        if arguments.get("stop") is True:
+            return {"stopped": work.stop_draining()}
         return await telling(progress, lambda tell: work.drain(tell, timeout_s=timeout_s))
+
+    async def prefetch(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        """The operation `prefetch`, where there is no object tier."""
+        work, paths, globs = self.work, paths_of(arguments), globs_of(arguments)
+        return await telling(progress, lambda tell: work.prefetch(paths, globs=globs, progress=tell))
 
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         """The operation `wait` for the level replica."""
@@ -84,20 +97,6 @@ class ClusterControl:
         """Part of the operation `verify`, for the copies on other nodes."""
         return await self.work.verify(path, progress)
 
-
-def path_of(arguments: Mapping[str, Any]) -> str:
-    """`path` from the mount's root, "" for all of it. PathRefused."""
-    value = arguments.get("path", "")
-    if not isinstance(value, str):
-        raise PathRefused("the request's 'path' is no text")
-    return safe_relative(value) if value else ""
-
-
-def seconds_of(arguments: Mapping[str, Any]) -> float | None:
-    """`seconds` is how long it may take; none is for ever. PathRefused."""
-    value = arguments.get("seconds")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise PathRefused("the request's 'seconds' is no number of seconds")
-    return float(value)
+    async def repair(self, path: str, progress: Tell, *, dry_run: bool) -> dict[str, Any]:
+        """Part of the operation `repair`, for this node's copies."""
+        return await self.work.repair(path, progress, dry_run=dry_run)

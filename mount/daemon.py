@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -23,7 +24,7 @@ from mount.control import ControlServer
 from mount.leaving import Leaving
 from mount.mending import run_again
 from mount.operations import Operations
-from mount.processes import FUSE_FD, READY_FD
+from mount.processes import FUSE_FD, NODE_DRAIN_S, READY_FD
 from mount.runtime import Instance, MountRecord, log_directory, read_record
 from tierfs.cluster.operations import ClusterOperations
 from tierfs.cluster.tier import ClusterTier
@@ -70,6 +71,8 @@ class Daemon:
         self.fuse_fd = fuse_fd
         self.takeover = takeover
         self._asked_to_stop = 0
+        self._draining_node = trio.CancelScope()
+        self._is_draining_mounted = False
         self._is_unmounted = False
         self._leaving = Leaving()
         self._listed = trio.Event()
@@ -197,8 +200,11 @@ class Daemon:
         self._listed.set()
 
     async def _drain(self) -> None:
-        """The mount is gone: send what is owed to the object tier before going, as long as the settings allow."""
+        """The mount is gone: send what is owed to other nodes and to the object tier before going, as long as the
+        settings allow."""
         self.registry.invalidate = lambda directory, name: None  # nobody listens any more
+        if self.cluster is not None and self.cluster.drain.is_draining and self._asked_to_stop <= 1:
+            await self._drain_node(self.cluster)
         persist = self.settings.persist
         if self.objects is None or not persist.flush_on_umount or self._asked_to_stop > 1:
             return
@@ -210,6 +216,11 @@ class Daemon:
         if left := persister.owed_records():
             log.warning("%d steps are not in the object tier yet; the next mount of %s goes on with them", len(left),
                         self.record.mountpoint)  # fmt: skip
+
+    async def _drain_node(self, cluster: ClusterTier) -> None:
+        """This node was to hand over what only it holds, and something may have come since."""
+        if cluster.has_takers():
+            await self._leaving.send(partial(cluster.drain.drain, within_s=NODE_DRAIN_S), within_s=NODE_DRAIN_S)
 
     async def _tell_ready(self, ready_fd: int) -> None:
         with trio.fail_after(INIT_WITHIN_S):
@@ -240,20 +251,33 @@ class Daemon:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 self._asked_to_stop += 1
-                if self._asked_to_stop > 1:
+                if self._asked_to_stop == 1:
+                    nursery.start_soon(self._stop)
+                elif self._is_draining_mounted:
+                    self._draining_node.cancel()  # what ends it all follows
+                else:
                     self._leaving.stop()
                     pyfuse3.terminate()
-                    continue
-                log.info("asked to stop: %s is unmounted", self.record.mountpoint)
-                try:
-                    await trio.to_thread.run_sync(self._unmount)
-                except (OSError, MountError) as error:
-                    log.warning("%s can't be unmounted: %s", self.record.mountpoint, error)
-                nursery.start_soon(self._end_when_left)
 
-    async def _end_when_left(self) -> None:
+    async def _stop(self) -> None:
         import pyfuse3
 
+        if self.cluster is not None and self.settings.cluster.drain_on_stop:
+            # While it is mounted: programs go on, and what they write meanwhile is handed over too.
+            log.info("asked to stop: what only this node holds goes to others before %s is unmounted",
+                     self.record.mountpoint)  # fmt: skip
+            self._is_draining_mounted = True
+            with self._draining_node:
+                await self.cluster.drain.drain(within_s=NODE_DRAIN_S)
+            self._is_draining_mounted = False
+        log.info("asked to stop: %s is unmounted", self.record.mountpoint)
+        try:
+            await trio.to_thread.run_sync(self._unmount)
+        except (OSError, MountError) as error:
+            log.warning("%s can't be unmounted: %s", self.record.mountpoint, error)
+        if self._asked_to_stop > 1:
+            pyfuse3.terminate()
+            return
         await trio.sleep(DRAIN_S)
         if self._is_unmounted:
             return

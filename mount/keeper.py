@@ -28,7 +28,7 @@ from typing import Any
 from mount import kernel_mount
 from mount.daemon_process import DaemonProcess, describe_status, start_daemon
 from mount.handover import take_over_connection
-from mount.processes import service_is_stopping, service_needs_longer
+from mount.processes import NODE_DRAIN_S, service_is_stopping, service_needs_longer
 from mount.ram_mount import end_instance, prepare_ram
 from mount.runtime import (
     Instance,
@@ -258,7 +258,9 @@ class Keeper:
         """How long the daemon may take after SIGTERM: for programs to close their files, and to send what is owed."""
         persist = self._settings.persist
         sends = self._settings.object and persist.flush_on_umount
-        return _DRAIN_WITHIN_S + (persist.flush_timeout_s if sends else 0.0)
+        hands_over = self._settings.catalog and self._settings.cluster.drain_on_stop
+        # Before it is unmounted, and what came meanwhile after that.
+        return _DRAIN_WITHIN_S + (persist.flush_timeout_s if sends else 0.0) + 2 * NODE_DRAIN_S * bool(hands_over)
 
     def _hear_ready(self, daemon: DaemonProcess) -> None:
         said = daemon.hear_ready()

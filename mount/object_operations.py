@@ -33,7 +33,7 @@ class ObjectWork(Protocol):
 
     async def wait(self, path: str, /, *, level: str, timeout_s: float | None, progress: Tell) -> dict[str, Any]: ...
 
-    async def prefetch(self, paths: Sequence[str], /, *, progress: Tell) -> dict[str, Any]: ...
+    async def prefetch(self, paths: Sequence[str], /, *, globs: Sequence[str], progress: Tell) -> dict[str, Any]: ...
 
     async def verify(self, path: str, progress: Tell, /) -> dict[str, Any]: ...
 
@@ -81,35 +81,35 @@ class ObjectControl:
         return None if self._tier is None else await self._tier.status()
 
     async def flush(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        work, paths, wait = self.work, _paths(arguments), arguments.get("wait") is True
+        work, paths, wait = self.work, paths_of(arguments), arguments.get("wait") is True
         return await telling(progress, lambda tell: work.flush(paths, wait=wait, progress=tell))
 
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        work, path, level = self.work, _path(arguments), arguments.get("level", "object")
-        timeout_s = _seconds(arguments)
+        work, path, level = self.work, path_of(arguments), arguments.get("level", "object")
+        timeout_s = seconds_of(arguments)
         if level not in ("ram", "object"):
             raise PathRefused(f"{level!r} is no level to wait for; there are ram and object")
         return await telling(progress, lambda tell: work.wait(path, level=level, timeout_s=timeout_s, progress=tell))
 
     async def prefetch(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        work, paths = self.work, _paths(arguments)
-        return await telling(progress, lambda tell: work.prefetch(paths, progress=tell))
+        work, paths, globs = self.work, paths_of(arguments), globs_of(arguments)
+        return await telling(progress, lambda tell: work.prefetch(paths, globs=globs, progress=tell))
 
     async def verify(self, path: str, progress: Tell) -> dict[str, Any]:
         """Part of the operation `verify`, for what lies in the object tier."""
         return await self.work.verify(path, progress)
 
     async def repair(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        work, path, dry_run = self.work, _path(arguments), arguments.get("dry_run") is True
+        work, path, dry_run = self.work, path_of(arguments), arguments.get("dry_run") is True
         return await telling(progress, lambda tell: work.repair(path, dry_run=dry_run, progress=tell))
 
     async def adopt(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        work, path, force = self.work, _path(arguments), arguments.get("force") is True
+        work, path, force = self.work, path_of(arguments), arguments.get("force") is True
         return await telling(progress, lambda tell: work.adopt(path, tell, force=force))
 
     async def drain(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         """Until nothing is owed, for `seconds` at most. `left` names what is then not durable, and `problem` why."""
-        work, timeout_s = self._tier, _seconds(arguments)
+        work, timeout_s = self._tier, seconds_of(arguments)
         if work is None:
             return {"steps": 0, "bytes": 0, "left": [], "bytes_left": 0, "problem": ""}
 
@@ -155,25 +155,33 @@ async def telling(progress: Progress, work: Callable[[Tell], Awaitable[dict[str,
     return answer
 
 
-def _path(arguments: Mapping[str, Any]) -> str:
-    """`path` from the mount's root, "" for all of it."""
+def path_of(arguments: Mapping[str, Any]) -> str:
+    """`path` from the mount's root, "" for all of it. PathRefused."""
     value = arguments.get("path", "")
     if not isinstance(value, str):
         raise PathRefused("the request's 'path' is no text")
     return safe_relative(value) if value else ""
 
 
-def _paths(arguments: Mapping[str, Any]) -> list[str]:
+def paths_of(arguments: Mapping[str, Any]) -> list[str]:
     """`paths`, or the one `path`; none means all. The root among them is all as well."""
     values = arguments.get("paths", [])
     if not isinstance(values, list):
         raise PathRefused("the request's 'paths' is no list")
-    paths = [_path({"path": value}) for value in values]
+    paths = [path_of({"path": value}) for value in values]
     return [] if "" in paths else paths
 
 
-def _seconds(arguments: Mapping[str, Any]) -> float | None:
-    """`seconds` is how long it may take; none is for ever."""
+def globs_of(arguments: Mapping[str, Any]) -> list[str]:
+    """`files`: patterns of paths inside steps; none is every file. PathRefused."""
+    values = arguments.get("files", [])
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise PathRefused("the request's 'files' is no list of patterns")
+    return values
+
+
+def seconds_of(arguments: Mapping[str, Any]) -> float | None:
+    """`seconds` is how long it may take; none is for ever. PathRefused."""
     value = arguments.get("seconds")
     if value is None:
         return None

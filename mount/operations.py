@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tierfs
 from mount.cluster_operations import ClusterControl, ClusterWork
 from mount.leaving import Leaving
-from mount.object_operations import ObjectControl, ObjectWork, Tell, telling
+from mount.object_operations import ObjectControl, ObjectWork, Tell, path_of, seconds_of, telling
 from mount.runtime import Instance, MountRecord, read_process
 from tierfs.errors import NotFound, PathRefused
 from tierfs.persist.selection import select
@@ -85,6 +85,8 @@ class Operations:
             **self._objects.table(),
             **self._cluster.table(),
             "wait": self.wait,
+            "prefetch": self.prefetch,
+            "repair": self.repair,
         }
 
     async def status(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -270,9 +272,35 @@ class Operations:
 
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         """For the level `replica` other nodes are needed, for `object` an object tier."""
-        if arguments.get("level") == "replica":
+        level = arguments.get("level")
+        if level == "replica":
             return await self._cluster.wait(arguments, progress)
+        if level == "ram" and not self._objects.is_there:
+            path, timeout_s = path_of(arguments), seconds_of(arguments)
+            return await telling(progress, lambda tell: self._steps.wait(path, tell, timeout_s=timeout_s))
         return await self._objects.wait(arguments, progress)
+
+    async def prefetch(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        """From the object tier or from other nodes: one of them has to be there."""
+        if self._objects.is_there or self._cluster.is_alone:
+            return await self._objects.prefetch(arguments, progress)
+        return await self._cluster.prefetch(arguments, progress)
+
+    async def repair(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        """This node's copies by those of others, then what is in the object tier: one answer for both."""
+        if self._cluster.is_alone:
+            return await self._objects.repair(arguments, progress)
+        path, dry_run = path_of(arguments), arguments.get("dry_run") is True
+
+        async def repaired(tell: Tell) -> dict[str, Any]:
+            found = await self._cluster.repair(path, tell, dry_run=dry_run)
+            if not self._objects.is_there:
+                return found
+            of_objects = await self._objects.work.repair(path, dry_run=dry_run, progress=tell)
+            checked = found["checked"] + of_objects["checked"] - of_objects.get("shared", 0)
+            return {"checked": checked, "actions": found["actions"] + of_objects["actions"]}
+
+        return await telling(progress, repaired)
 
     def _as_node(self) -> dict[str, Any]:
         """This node, where it is alone, as `tierfs nodes` lists it."""

@@ -11,6 +11,8 @@ FUSE_FD = "TIERFS_FUSE_FD"
 """Variable with the number of the daemon's /dev/fuse."""
 READY_FD = "TIERFS_READY_FD"
 """Variable with the number of the pipe on which the daemon says that it is ready."""
+NODE_DRAIN_S = 90.0
+"""What a node that goes may take to hand over what only it holds: before its mount goes, and again after it."""
 
 
 def package_environment() -> dict[str, str]:

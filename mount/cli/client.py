@@ -36,6 +36,8 @@ _ASKED_AGAIN = frozenset(
         "prefetch",
         "repair",
         "drain",
+        "drain-node",
+        "nodes",
         "commit",
         "pin",
         "unpin",

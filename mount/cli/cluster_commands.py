@@ -30,16 +30,19 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
         "drain",
         help="hand what only this node holds to others, before it goes",
         description="Takes no more copies for other nodes, and returns once everything that this node holds is held\n"
-        "by others too, or is in the object tier. Then the node may be stopped, and no step is lost.",
+        "by others too, or is in the object tier. Then the node may be stopped, and no step is lost. What programs\n"
+        "write until then is handed over as well.",
         epilog="examples:\n"
         "  tierfs drain && tierfs umount /ckpt\n"
-        "  tierfs drain /ckpt --timeout 90     within the notice of a spot interruption\n\n"
+        "  tierfs drain /ckpt --timeout 90     within the notice of a spot interruption\n"
+        "  tierfs drain /ckpt --stop           it stays after all\n\n"
         "exit codes: 0 nothing is left here alone, 1 something is (named), 2 the node is alone, 4 not mounted",
     )
     drain.add_argument("directory", metavar="DIR", nargs="?", help="mount point or name; may be left out for one")
     drain.add_argument(
         "--timeout", type=_seconds, metavar="S", help="give up after S seconds, or 5min (default: never)"
     )
+    drain.add_argument("--stop", action="store_true", help="the node stays after all, and takes copies again")
     add_json(drain)
     drain.set_defaults(run=run_drain)
 
@@ -97,6 +100,13 @@ def run_drain(arguments: argparse.Namespace) -> int:
     from mount.cli.tables import print_json
     from tierfs.units import format_size
 
+    if arguments.stop:
+        stopped = request(arguments.directory, "drain-node", stop=True)
+        if arguments.json:
+            print_json(stopped)
+        else:
+            print("the node stays, and takes copies again" if stopped["stopped"] else "the node was not draining")
+        return 0
     with ProgressLine("draining", enabled=not arguments.json) as line:
         answer = request(arguments.directory, "drain-node", seconds=arguments.timeout, on_progress=line.show)
     left = answer["left"]

@@ -1,4 +1,4 @@
-"""`tierfs flush, wait, prefetch, repair`: what is asked of the object tier by hand."""
+"""`tierfs flush, wait, prefetch, repair`: what is asked of the object tier, and of other nodes, by hand."""
 
 from __future__ import annotations
 
@@ -48,11 +48,21 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
 
     prefetch = subparsers.add_parser(
         "prefetch",
-        help="bring steps of the object tier into RAM",
-        description="Fetches what of the paths is in the object tier only, so that a load finds all of it in RAM.\n"
-        "Refused before anything is fetched where the RAM tier can't hold it.",
+        help="bring steps of the object tier or of other nodes into RAM",
+        description="Fetches what of the paths is in the object tier or on other nodes only, so that a load finds all\n"
+        "of it in this node's RAM. Refused before anything is fetched where the RAM tier can't hold it.",
         epilog="examples:\n  tierfs prefetch /ckpt/run1/latest\n"
-        "  tierfs prefetch /ckpt/run1/step_500 /ckpt/run2/step_80",
+        "  tierfs prefetch /ckpt/run1/step_500 /ckpt/run2/step_80\n"
+        "  tierfs prefetch /ckpt/run1/latest --files '__[0-7]_*' --files .metadata    what ranks 0 to 7 load\n\n"
+        "exit codes: 0 all of it is in RAM, 1 it is not there or can't be had, 2 there is no object tier, and no\n"
+        "other node, 4 not mounted",
+    )
+    prefetch.add_argument(
+        "--files",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="only files whose path inside their step matches (* matches / too); may be given several times",
     )
     prefetch.add_argument("paths", metavar="PATH", nargs="+", help="step, or a file or directory in one")
     add_json(prefetch)
@@ -61,13 +71,13 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     repair = subparsers.add_parser(
         "repair",
         help="make damaged copies good from good ones",
-        description="Reads both copies of every persisted step, the one in RAM and the one in the object tier, and\n"
-        "makes a damaged one good from the other. What is whole nowhere is withdrawn: no program takes it for\n"
-        "a checkpoint.",
+        description="Reads this node's copies of complete steps, and those in the object tier, and makes a damaged\n"
+        "one good from a good one: on another node, in RAM here, or in the object tier. What is whole nowhere is\n"
+        "withdrawn: no program takes it for a checkpoint.",
         epilog="examples:\n  tierfs repair --dry-run          only say what would be done\n"
         "  tierfs repair /ckpt/run1/step_500\n\n"
-        "exit codes: 0 in order or mended, 1 something is lost or failed, or with --dry-run there is work to do,\n"
-        "4 not mounted",
+        "exit codes: 0 in order or mended, 1 something is lost, was left or failed, or with --dry-run there is work\n"
+        "to do, 4 not mounted",
     )
     repair.add_argument("path", metavar="PATH", nargs="?", help="step or directory; default: everything")
     repair.add_argument("--dry-run", action="store_true", help="change nothing, only say what would be done")
@@ -153,7 +163,13 @@ def run_prefetch(arguments: argparse.Namespace) -> int:
     if len(mounts) > 1:
         raise PathRefused("the paths lie in several mounts; prefetch from one at a time")
     with ProgressLine("fetching", enabled=not arguments.json) as line:
-        answer = request(mounts.pop(), "prefetch", paths=[each.rel for each in targets], on_progress=line.show)
+        answer = request(
+            mounts.pop(),
+            "prefetch",
+            paths=[each.rel for each in targets],
+            files=arguments.files,
+            on_progress=line.show,
+        )
     if arguments.json:
         print_json(answer)
     else:
@@ -171,7 +187,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
     with ProgressLine("checking", enabled=not arguments.json) as line:
         answer = target.request("repair", dry_run=arguments.dry_run, on_progress=line.show)
     actions = answer["actions"]
-    lost = [each for each in actions if each["action"] == "lost"]
+    bad = [each for each in actions if each["action"] in ("lost", "left")]
     if arguments.json:
         print_json(answer)
     else:
@@ -179,7 +195,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
             print(f"{shown(each['path'])}: {shown(each['action'])}: {shown(each['reason'])}")
         verb = "to do" if arguments.dry_run else "done"
         print(f"{count_of(answer['checked'], 'step')} checked, {count_of(len(actions), 'repair')} {verb}")
-    return 1 if lost or (arguments.dry_run and actions) else 0
+    return 1 if bad or (arguments.dry_run and actions) else 0
 
 
 def print_failures(failures: list[dict[str, str]]) -> None:

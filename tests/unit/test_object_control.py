@@ -42,7 +42,7 @@ class Work:
         self.asked.append(("wait", path, level, timeout_s))
         raise NotFound(f"there is no {path}")
 
-    async def prefetch(self, paths: Sequence[str], *, progress: Tell) -> dict[str, Any]:
+    async def prefetch(self, paths: Sequence[str], *, globs: Sequence[str], progress: Tell) -> dict[str, Any]:
         raise ZeroDivisionError("a slip")
 
     async def verify(self, path: str, progress: Tell) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tierfs.cluster.joining import join, read_identity
 from tierfs.cluster.making import FileMaker, version_at
 from tierfs.cluster.membership import Membership
 from tierfs.cluster.moved_stubs import mark_anew
+from tierfs.cluster.notices import Notices
 from tierfs.cluster.operating import Operating
 from tierfs.cluster.own_copies import OwnFirst, replace_stub
 from tierfs.cluster.part_files import PartFiles
@@ -56,6 +57,8 @@ JOIN_AGAIN_S = 1.0
 SEEN_WITHIN_S = 5.0
 #: How long leaving may take: telling the others that this node goes.
 LEAVE_WITHIN_S = 5.0
+#: A node that was told to go is hardly there any longer.
+NOTICED_DRAIN_S = 3600.0
 #: This node's room is told again when it moved by one part in so many.
 ROOM_SHARE = 20
 LOOK_AT_ROOM_S = 5.0
@@ -78,7 +81,13 @@ class ClusterTier:
         self.copies = Copies(registry, node)
         self.server = TcpServer(self.copies, settings, node)
         self.peers = TcpPeers(settings, node, self._addresses_of)
-        self.sources = Sources(self.view, self.peers, node=node, retry_for_s=settings.transfer.read_retry_for_s)
+        self.sources = Sources(
+            self.view,
+            self.peers,
+            node=node,
+            retry_for_s=settings.transfer.read_retry_for_s,
+            streams=settings.peer.streams,
+        )
         self.hydration = Hydration(registry, OwnFirst(self.sources, self.copies))
         self.hydration.on_whole_version = lambda ino, path, version: self.copies.adopt(path, ino, version)
         self.hydration.version_of = self.copies.version_of
@@ -166,6 +175,7 @@ class ClusterTier:
             nursery.start_soon(self._join_again)
             await nursery.start(self.membership.run)
             nursery.start_soon(self._tell_room)
+            await nursery.start(Notices(self.settings.cluster, self._noticed).run)
             task_status.started()
 
     async def leave(self) -> None:
@@ -196,6 +206,10 @@ class ClusterTier:
                     self.registry.judge_soon(record)  # it may have waited for just this node
         if change.kind == "state" and change.step is not None:
             self.registry.update_latest(change.step[0])
+
+    async def _noticed(self, reason: str) -> None:
+        """This node is about to be taken away: as much as there is time for goes to others."""
+        await self.drain.drain(within_s=NOTICED_DRAIN_S)
 
     async def _tell_room(self) -> None:
         """Others choose whom to give copies by the room there is."""
@@ -353,9 +367,12 @@ class ClusterTier:
 
     def owns(self, record: StepRecord, inner: str) -> bool:
         """The node that wrote the file; where that is gone, whoever has its bytes."""
-        version, _ = self._version(record.directory / inner)
+        path = record.directory / inner
+        version, _ = self._version(path)
         author = version.partition("/")[0]
-        if not author or author == self.node:
+        if not author:
+            return path.exists()  # nobody gave it a version yet: it was written here
+        if author == self.node:
             return True
         return author not in self.view.nodes and self.copies.has(version)
 
@@ -378,6 +395,10 @@ class ClusterTier:
 
     def has_peers(self) -> bool:
         return len(self.view.nodes) > 1
+
+    def has_takers(self) -> bool:
+        """Somebody is there to take over what this node holds."""
+        return any(record.node != self.node for record in self.replicator.groups.serving())
 
     def is_persisted(self, key: Key) -> bool:
         """The object tier has the step as it is complete here."""
