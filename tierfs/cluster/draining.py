@@ -75,6 +75,11 @@ class Drain:
         self._is_persisted = is_persisted
         self._held_elsewhere: set[str] = set()
 
+    @property
+    def is_draining(self) -> bool:
+        """The node has said that it goes, whether or not others have everything by now."""
+        return self.state == DRAINING
+
     def stop(self) -> None:
         """The node stays after all."""
         self._be(SERVING)
@@ -91,6 +96,9 @@ class Drain:
         left = Left(note="nothing was looked at yet")
         with trio.move_on_after(within_s):
             while True:
+                if not self.is_draining:
+                    log.info("not drained: the node stays after all")
+                    return Left(note="the node stays after all")
                 now = await self._look()
                 if now != left:
                     told(now)
