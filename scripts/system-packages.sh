@@ -7,7 +7,7 @@ packages=(
     python3 python3-venv python3-dev gcc libc6-dev pkg-config  # the virtual environment; pyfuse3 and the channel are compiled
     libfuse3-dev fuse3                                         # libfuse and fusermount3
     attr acl rsync tar coreutils util-linux procps             # tools that the tests run on the mount
-    iproute2 kmod                                              # network namespaces of the cluster tests; modprobe
+    iproute2 nftables kmod                                     # network namespaces of the cluster tests; modprobe
     etcd-server etcd-client openssl                            # the tests run clusters with an etcd of their own
 )
 

@@ -12,9 +12,15 @@ import pytest
 
 from rig.cluster import Cluster, cluster
 from rig.fixtures import dice, pytest_runtest_makereport
+from tests.conftest import needs_fuse
 
 __all__ = ["dice", "pytest_runtest_makereport"]
 _ONE_TEST_S = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def privileges() -> None:
+    needs_fuse()
 
 
 @pytest.fixture(scope="module")

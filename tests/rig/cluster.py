@@ -26,7 +26,7 @@ from typing import Any
 from mount.cli.client import request
 from mount.runtime import Instance as Runtime
 from rig.cluster_etcd import ClusterEtcd, etcd_on
-from rig.instance import TIERFS, CommandFailed, Instance, tierfs, wait_until
+from rig.instance import TIERFS, CommandFailed, Instance, wait_until
 from rig.network import Host, Network, dead_tags, namespaces, remove_namespaces, run
 from tierfs.errors import TierfsError
 
@@ -289,11 +289,6 @@ def cluster(nodes: int = 4, *, size: str = "384M", start: bool = True, **options
         finally:
             remove_leftovers(network.tag)
     assert not (left := leftovers(network.tag)), f"the cluster left something over: {left}"
-
-
-def run_in(nodes: Sequence[Node], *arguments: str | Path, **options: Any) -> list[str]:
-    """A `tierfs` command with each node's mountpoint as its last argument."""
-    return [tierfs(*arguments, node.mountpoint, **options) for node in nodes]
 
 
 def leftovers(tag: str) -> list[str]:
