@@ -214,6 +214,15 @@ async def test_two_nodes_that_make_one_name_at_once_agree_who_did(cluster: Clust
         assert won == ["run", "lock"]
 
 
+async def test_of_two_nodes_files_of_one_name_the_later_counts(cluster: Cluster) -> None:
+    async with cluster:
+        for seed, node in enumerate((cluster.b, cluster.a, cluster.b, cluster.a), 1):
+            await node.shards(STEP, seed, {"config.json": 100 + seed})
+            await cluster.settled()
+            files = (await cluster.a.view.files(KEY, 1)).files
+            assert (files["config.json"].node, files["config.json"].size_bytes) == (node.name, 100 + seed)
+
+
 async def test_files_of_a_complete_step_that_are_added_and_removed(cluster: Cluster) -> None:
     async with cluster:
         await cluster.save(1)

@@ -18,7 +18,8 @@ import trio
 from tierfs.catalog.keys import parts_prefix, state_key, tree_key
 from tierfs.catalog.records import FILES_A_PAGE, FileRecord, Holding, StepState, to_bytes
 from tierfs.catalog.store import Compare, Put
-from tierfs.cluster.publishing import Publisher, writing_generation
+from tierfs.cluster.local_files import writing_generation
+from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.putting_away import put_away_others
 from tierfs.cluster.step_files import StepFiles, merge
 from tierfs.cluster.tree_names import CATCH_UP_S, TryAgain

@@ -18,7 +18,7 @@ import trio
 from tierfs.catalog.records import FileRecord
 from tierfs.cluster.versions import read_version
 from tierfs.hydrate.stubs import MarkDamaged, read_mark
-from tierfs.steps.manifest import FileEntry
+from tierfs.steps.manifest import FileEntry, Manifest
 from tierfs.steps.record import StepRecord
 
 OPENED, JOINED = "tierfs.opened", "tierfs.joined"
@@ -123,6 +123,11 @@ def write_opened(path: Path, ino: int, revision: int) -> None:
     with contextlib.suppress(OSError):
         if path.lstat().st_ino == ino:
             _write_number(path, OPENED, revision)
+
+
+def writing_generation(manifest: Manifest) -> int:
+    """The generation that new files of the step belong to; of a complete one, that one."""
+    return manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
 
 
 def read_joined(path: Path) -> int:

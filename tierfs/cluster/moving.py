@@ -20,7 +20,8 @@ from tierfs.catalog.keys import holdings_prefix, operation_key, parts_prefix, st
 from tierfs.catalog.records import FileRecord, Operation, to_bytes
 from tierfs.catalog.store import Compare, Delete, Put
 from tierfs.cluster.journal import Owed
-from tierfs.cluster.publishing import Publisher, writing_generation
+from tierfs.cluster.local_files import writing_generation
+from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.tree_names import CATCH_UP_S, TryAgain
 from tierfs.errors import CatalogError
 from tierfs.steps.moves import Moves

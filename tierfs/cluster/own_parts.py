@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tierfs.catalog.keys import part_key, part_prefix
 from tierfs.catalog.records import FILES_A_PAGE, FileRecord, Part, from_bytes, to_bytes
 from tierfs.catalog.store import Compare, KeyStore, Put
+from tierfs.cluster.local_files import writing_generation
 from tierfs.errors import RecordDamaged
-from tierfs.steps.registry import Key
+from tierfs.steps.names import StepPath
+from tierfs.steps.registry import Key, StepRegistry
+
+if TYPE_CHECKING:
+    from tierfs.cluster.view import View
 
 #: A transaction carries about so many bytes of pages: etcd refuses requests above 1.5 MiB.
 _BYTES_AT_ONCE = 900 << 10
@@ -71,6 +77,11 @@ class OwnParts:
         place = key, generation, False
         part = self._known.get(place)
         return place in self._forgotten or (part is not None and any(part.pages))
+
+    def revision(self, key: Key, generation: int) -> int:
+        """The newest change of it that this daemon knows; 0 for none."""
+        part = self._known.get((key, generation, False))
+        return part.revision if part is not None else 0
 
     def forget(self, key: Key, generation: int | None = None) -> None:
         """What is known may be wrong: it is read again."""
@@ -146,3 +157,20 @@ def _pages(files: Mapping[str, FileRecord]) -> list[Files]:
     return [
         {inner: files[inner] for inner in names[at : at + FILES_A_PAGE]} for at in range(0, len(names), FILES_A_PAGE)
     ]
+
+
+def revision_now(registry: StepRegistry, view: View, parts: OwnParts, where: StepPath | None) -> int:
+    """What a file gets that is opened for writing now: above all revisions that this node knows, and above any other
+    file of its name. A part that was put just before, without that file, makes it exact."""
+    record = registry.at(where) if where is not None else None
+    if where is None or record is None:
+        return view.revision
+    generation = writing_generation(record.manifest)
+    known = view.known_files(record.key, generation)
+    other = known.files.get(where.inner) if known is not None else None
+    return max(
+        view.revision,
+        parts.revision(record.key, generation),
+        known.revision if known is not None else 0,
+        other.opened_at + 1 if other is not None else 0,
+    )

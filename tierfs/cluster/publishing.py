@@ -19,14 +19,13 @@ from tierfs.catalog.keys import state_key, tree_key
 from tierfs.catalog.records import FileRecord, StepState
 from tierfs.catalog.store import Compare, KeyStore
 from tierfs.cluster.journal import Journal, Owed
-from tierfs.cluster.local_files import LocalFiles, read_opened, write_opened
+from tierfs.cluster.local_files import LocalFiles, read_opened, write_opened, writing_generation
 from tierfs.cluster.marks import Mark, Marks
-from tierfs.cluster.own_parts import OwnParts
+from tierfs.cluster.own_parts import OwnParts, revision_now
 from tierfs.cluster.putting_away import drop_marker
 from tierfs.cluster.step_removal import delete_step
 from tierfs.cluster.tree_names import CATCH_UP_S, TreeNames, TryAgain, is_being_renamed
 from tierfs.errors import CatalogError, CatalogUnavailable
-from tierfs.steps.manifest import Manifest
 from tierfs.steps.names import StepPath
 from tierfs.steps.record import SHARD_SUFFIXES, StepRecord
 from tierfs.steps.registry import Key, StepRegistry
@@ -43,11 +42,6 @@ _RETRY_S = 0.2
 _RETRY_LATER_S = 10.0
 #: How often a change is tried again that another node's came before.
 _ROUNDS = 8
-
-
-def writing_generation(manifest: Manifest) -> int:
-    """The generation that new files of the step belong to; of a complete one, that one."""
-    return manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
 
 
 class Publisher:
@@ -104,7 +98,7 @@ class Publisher:
         path = self.registry.root / rel
         try:
             if not read_opened(path):
-                write_opened(path, ino, self.view.revision)
+                write_opened(path, ino, revision_now(self.registry, self.view, self.parts, where))
         except OSError as error:
             log.debug("%s was opened and is gone: %s", rel, error)
 
@@ -179,8 +173,8 @@ class Publisher:
         path = self.registry.root / rel
         self.files.withdrawn(ino)
         version = self._copies.withdraw(ino, path)
-        write_opened(path, ino, self.view.revision)
         where = self.registry.names.locate(rel)
+        write_opened(path, ino, revision_now(self.registry, self.view, self.parts, where))
         record = self.registry.at(where) if where is not None and where.inner else None
         if where is not None:
             self._drop_waiting_marker(where)
@@ -189,7 +183,7 @@ class Publisher:
         self.changed(record)
         if self.view.connected and not await self.flush(record.key, within_s=self.registry.settings.etcd.timeout_s):
             log.warning("%s is written again before the catalogue knows", rel, extra=self.registry.extra(record))
-        write_opened(path, ino, self.view.revision)
+        write_opened(path, ino, revision_now(self.registry, self.view, self.parts, where))
 
     def _drop_waiting_marker(self, where: StepPath) -> None:
         """A shard is written again: the marker of the save before, which never was complete, would vouch for it."""

@@ -18,8 +18,9 @@ import trio
 from tierfs.catalog.keys import operation_key, parts_prefix, state_key
 from tierfs.catalog.records import FileRecord, Operation, Part, StepState, from_bytes, to_bytes
 from tierfs.catalog.store import Compare, Delete, KeyStore, Put
+from tierfs.cluster.local_files import writing_generation
 from tierfs.cluster.moving import Moving, put_operation
-from tierfs.cluster.publishing import Publisher, writing_generation
+from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.step_files import is_shard
 from tierfs.cluster.tree_names import TryAgain
 from tierfs.cluster.versions import read_version
@@ -58,6 +59,8 @@ class Removing:
         publisher.is_removed_inside = self.is_removed
         self._removed: dict[Key, set[str]] = {}
         self._told: dict[Key, set[str]] = {}
+        #: What they were removed from: the record, and its generation. Of another one of that name nothing was.
+        self._of: dict[Key, tuple[StepRecord, int]] = {}
         self._due: dict[Key, float] = {}
         self._wake = trio.Event()
 
@@ -68,6 +71,12 @@ class Removing:
         if where is None or not where.inner:
             return
         key = where.namespace, where.step
+        record = self.registry.at(where)
+        if record is None:
+            return
+        if not self._is_still(key):
+            self._forget(key)
+            self._of[key] = record, record.manifest.generation
         self._removed.setdefault(key, set()).add(where.inner)
         self._due[key] = trio.current_time() + SETTLE_S
         self._wake.set()
@@ -99,7 +108,17 @@ class Removing:
 
     def is_removed(self, key: Key, inner: str) -> bool:
         """The name was removed here, and the catalogue may not know yet: it is not to be shown again."""
-        return inner in self._removed.get(key, ())
+        return inner in self._removed.get(key, ()) and self._is_still(key)
+
+    def _is_still(self, key: Key) -> bool:
+        record, generation = self._of.get(key, (None, 0))
+        return (
+            record is not None and self.registry.records.get(key) is record and record.manifest.generation == generation
+        )
+
+    def _forget(self, key: Key) -> None:
+        for known in (self._removed, self._told, self._of, self._due):
+            known.pop(key, None)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled."""
@@ -133,6 +152,9 @@ class Removing:
 
     async def _tell(self, key: Key) -> None:
         del self._due[key]
+        if not self._is_still(key):
+            self._forget(key)
+            return
         record = self.registry.records.get(key)
         again_s = 0.0
         try:
@@ -148,8 +170,7 @@ class Removing:
         if again_s:
             self._due.setdefault(key, trio.current_time() + again_s)
         elif key not in self._due:
-            self._removed.pop(key, None)
-            self._told.pop(key, None)
+            self._forget(key)
 
     async def _tell_removed(self, record: StepRecord) -> bool:
         """False where the catalogue lists none of it (any more)."""
