@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import stat
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ import trio
 
 from tierfs.catalog.records import check_version
 from tierfs.checksum import FileChecksum, checksum_fd
+from tierfs.cluster.kept_checksums import KeptChecksums
 from tierfs.cluster.offering import GrowingFile, Offering
 from tierfs.cluster.versions import (
     files_below,
@@ -44,9 +44,6 @@ log = logging.getLogger("tierfs.cluster")
 PULLING = ".pull"
 #: Names that are remembered of one inode.
 _PLACES_KEPT = 4
-#: Checksums that are kept, and how many chunks of 16 MiB they may have together (some 10 TiB of files).
-_CHECKSUMS_KEPT = 20_000
-_CHUNKS_KEPT = 600_000
 
 
 @dataclass
@@ -70,8 +67,7 @@ class Copies:
         self._by_ino: dict[int, str] = {}
         self._shelved: dict[Key, set[str]] = {}  # by the names of the shelf's directories
         self._on_shelf: dict[str, str] = {}
-        self._checksums: OrderedDict[str, FileChecksum] = OrderedDict()
-        self._chunks = 0
+        self._checksums = KeptChecksums()
         self._summing: dict[str, trio.Event] = {}
         self._limiter = trio.CapacityLimiter(2)
         self._offering = Offering(self._sealed_now)
@@ -236,8 +232,7 @@ class Copies:
         copy = self._copies.pop(version, None)
         if copy is not None and self._by_ino.get(copy.ino) == version:
             del self._by_ino[copy.ino]
-        summed = self._checksums.pop(version, None)
-        self._chunks -= len(summed.chunks) if summed is not None else 0
+        self._checksums.forget(version)
         if version in self._on_shelf:
             self.drop(key, version)
 
@@ -290,7 +285,6 @@ class Copies:
         try:
             known = self._checksums.get(version)
             if known is not None:
-                self._checksums.move_to_end(version)
                 return known
             done = self._summing[version] = trio.Event()
             try:
@@ -323,13 +317,7 @@ class Copies:
 
     def checksum_known(self, version: str, checksum: FileChecksum) -> None:
         """By chunks, of one who summed the bytes up anyway."""
-        if version in self._checksums:
-            return
-        self._checksums[version] = checksum
-        self._chunks += len(checksum.chunks)
-        while len(self._checksums) > _CHECKSUMS_KEPT or (self._chunks > _CHUNKS_KEPT and len(self._checksums) > 1):
-            _, dropped = self._checksums.popitem(last=False)
-            self._chunks -= len(dropped.chunks)
+        self._checksums.keep(version, checksum)
 
     # --- what grows
 
