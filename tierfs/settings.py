@@ -333,8 +333,8 @@ class Settings:
     namespaces: dict[str, dict[str, dict[str, Any]]] = field(
         default_factory=dict,
         metadata={
-            "doc": '`[namespaces."GLOB"]`: steps, retention, durability, persist and replication settings of namespaces '
-            "that match.",
+            "doc": '`[namespaces."GLOB"]`: steps, retention, durability, persist and replication settings of the '
+            "namespaces that match.",
             "kind": "namespaces",
         },
     )

@@ -55,7 +55,7 @@ class View:
         self.nodes: dict[str, Any] = {}
         for node in ("me", *NODES):
             self.nodes[node] = SimpleNamespace(record=NodeRecord(node, (), "t", domain="far" if node == "c" else ""))
-        self.states: Mapping[Key, Any] = {KEY: SimpleNamespace(record=SimpleNamespace(generation=3))}
+        self.states: Mapping[Key, Any] = {KEY: SimpleNamespace(record=SimpleNamespace(generation=3, level="complete"))}
         self.held = {node: Holding(3, parts=("a",)) for node in NODES}
         self.away = False
         self._files = merge(KEY, 3, 1, {"a": {"x.bin": file}}, {})

@@ -40,6 +40,8 @@ LEFT_ALONE_S = 5.0
 LEFT_ALONE_MOST_S = 60.0
 #: Before all are asked again.
 PAUSE_S = 0.25
+#: A file of a step that the cluster calls lost is asked for so long: a node may just be coming back.
+LOST_FOR_S = 5.0
 #: While a node may still answer, the object tier is not tried again for longer.
 OBJECT_RETRY_S = 5.0
 #: What is kept of checksums and of who sent what.
@@ -126,7 +128,8 @@ class Sources:
 
     async def _ask_for_sum(self, mark: StubMark) -> FileChecksum:
         asked: dict[str, str] = {}
-        end = trio.current_time() + self._retry_for_s
+        began = trio.current_time()
+        end = began + self._retry_for_s
         anew = False
         while True:
             found = await self._whereabouts.of(mark, anew=anew)
@@ -140,7 +143,7 @@ class Sources:
                 except (PeerError, ObjectError) as error:
                     self._failed(source, mark, error, asked)
             anew = True
-            await self._pause(mark, "its checksums", asked, end)
+            await self._pause(mark, "its checksums", asked, began, end)
 
     async def _sum_of(self, source: str, mark: StubMark) -> FileChecksum:
         """What the source says, where it can be right. The mark's checksum is as good as it is known anywhere."""
@@ -203,7 +206,7 @@ class Sources:
         self, mark: StubMark, place: Place, offset: int, length: int, fd: int, *, urgent: bool, end: float
     ) -> int:
         asked: dict[str, str] = {}
-        anew = False
+        anew, began = False, trio.current_time()
         while True:
             found = await self._whereabouts.of(mark, anew=anew)
             left = self._candidates(found)
@@ -224,7 +227,7 @@ class Sources:
                 self._served.setdefault(place, set()).add(source)
                 return summed
             anew = True
-            await self._pause(mark, f"bytes from {offset} on", asked, end)
+            await self._pause(mark, f"bytes from {offset} on", asked, began, end)
 
     async def _pull(self, node: str, mark: StubMark, offset: int, length: int, fd: int, *, urgent: bool) -> int:
         self._busy[node] += length
@@ -316,10 +319,15 @@ class Sources:
         until = trio.current_time() + min(for_s, LEFT_ALONE_MOST_S)
         self._alone_until[node] = max(until, self._alone_until.get(node, 0.0))
 
-    async def _pause(self, mark: StubMark, what: str, asked: dict[str, str], end: float) -> None:
+    def _is_lost(self, mark: StubMark, began: float) -> bool:
+        """The cluster says that a file of the step has no holder left, and that was believed for long enough."""
+        seen = self._view.states.get((mark.namespace, mark.step))
+        return seen is not None and seen.record.level == "lost" and trio.current_time() - began >= LOST_FOR_S
+
+    async def _pause(self, mark: StubMark, what: str, asked: dict[str, str], began: float, end: float) -> None:
         """Before all are asked again. PeerUnavailable where the time is over."""
         left_s = end - trio.current_time()
-        if left_s <= 0:
+        if left_s <= 0 or self._is_lost(mark, began):
             told = "; ".join(f"{name}: {message}" for name, message in asked.items())
             raise PeerUnavailable(
                 f"no node that is here gives {what}" + (f" ({told})" if told else f" (nobody holds {mark.version})")

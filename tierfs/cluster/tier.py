@@ -228,7 +228,7 @@ class ClusterTier:
             tier=self._tier,
             domain=self.settings.cluster.domain,
             size_bytes=usage.size_bytes,
-            free_bytes=usage.free_bytes,
+            free_bytes=max(0, usage.free_bytes - self.replicator.room.promised_bytes),
             version=tierfs.__version__,
             started_at=self._started_at,
             state=self.drain.state,
@@ -363,7 +363,15 @@ class ClusterTier:
         self.removed(record)
         return True
 
+    def evicted(self, record: StepRecord) -> None:
+        self.replicator.forget(record.key)
+
     # --- asked
+
+    def room_for_next(self, record: StepRecord) -> int:
+        files = self.view.known_files(record.key, record.manifest.generation)
+        own = (file.size_bytes for file in files.parts.get(self.node, {}).values()) if files is not None else ()
+        return sum(own) + self.replicator.room_needed_for_replicas(record.manifest.namespace)
 
     def owns(self, record: StepRecord, inner: str) -> bool:
         """The node that wrote the file; where that is gone, whoever has its bytes."""

@@ -122,7 +122,15 @@ class Cluster(Protocol):
         done now (it is not this node's to decide, or the catalogue is away)."""
         ...
 
+    def evicted(self, record: StepRecord) -> None:
+        """The step's files became stubs here: copies that have no name in it go too."""
+        ...
+
     # --- asked
+
+    def room_for_next(self, record: StepRecord) -> int:
+        """Bytes of this node's RAM that a next step like this one will take, copies for other nodes included."""
+        ...
 
     def owns(self, record: StepRecord, inner: str) -> bool:
         """This node is the one to send the file to the object tier."""
@@ -213,6 +221,12 @@ class Alone:
 
     def retire(self, record: StepRecord) -> bool:
         return True
+
+    def evicted(self, record: StepRecord) -> None:
+        pass
+
+    def room_for_next(self, record: StepRecord) -> int:
+        return record.manifest.bytes
 
     def owns(self, record: StepRecord, inner: str) -> bool:
         return True

@@ -177,7 +177,9 @@ class StepRegistry:
 
         Of several nodes each holds a part of it, so then it is gone on all of them, or stays where that may not be.
         """
-        if not self.object_tier.evict(record) and self.cluster.retire(record):
+        if self.object_tier.evict(record):
+            self.cluster.evicted(record)
+        elif self.cluster.retire(record):
             self.remove(record)
 
     def remove(self, record: StepRecord) -> None:
@@ -317,7 +319,7 @@ class StepRegistry:
         previous = sparing or self.newest_complete(namespace)
         if previous is None:
             return
-        lacking = previous.manifest.bytes - self.tier.usage().free_bytes
+        lacking = self.cluster.room_for_next(previous) - self.tier.usage().free_bytes
         if lacking > 0:
             self.make_room(lacking, sparing=sparing)
 
