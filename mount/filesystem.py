@@ -283,7 +283,7 @@ class TierFs(pyfuse3.Operations):
         how = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         wanted = self._rel(parent_inode, name)
         if wanted is not None:
-            await self.tracker.before_create(wanted, exclusive=bool(flags & os.O_EXCL))
+            await self.tracker.before_create(wanted, ctx.pid, exclusive=bool(flags & os.O_EXCL))
         try:
             fd = os.open(name, how, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
         except FileExistsError:

@@ -135,6 +135,7 @@ def commit(
         if not (named and is_data_file_name(inner.rpartition("/")[2]) is not None and inner not in named)
     }
     manifest.added.clear()
+    manifest.populated = True
     manifest.bytes = sum(entry.size_bytes for entry in manifest.files.values())
     manifest.marker = marker
     manifest.state = "complete"

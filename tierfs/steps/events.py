@@ -37,7 +37,7 @@ class StepTracker(Protocol):
         """FileExistsError where another node has something of that name, which is there by then."""
         ...
 
-    async def before_create(self, rel: str, *, exclusive: bool) -> None:
+    async def before_create(self, rel: str, pid: int, *, exclusive: bool) -> None:
         """The same for a file."""
         ...
 
@@ -116,7 +116,7 @@ class NoSteps:
     async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
         pass
 
-    async def before_create(self, rel: str, *, exclusive: bool) -> None:
+    async def before_create(self, rel: str, pid: int, *, exclusive: bool) -> None:
         pass
 
     async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None:

@@ -214,9 +214,19 @@ class Steps:
     async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
         await self.registry.cluster.make_directory(rel, mode, uid, gid)
 
-    async def before_create(self, rel: str, *, exclusive: bool) -> None:
+    async def before_create(self, rel: str, pid: int, *, exclusive: bool) -> None:
         if exclusive:
             await self.registry.cluster.claim(rel)
+        where = self.registry.names.locate(rel)
+        record = self.registry.at(where) if where is not None else None
+        if record is None or where is None or not self.registry.cluster.shares or not record.is_complete:
+            return
+        if is_data_file_name(where.inner.rpartition("/")[2]) is not None and where.inner not in record.manifest.files:
+            # A rank more than before: the ranks whose files are replaced may all be on other nodes.
+            await self.registry.cluster.show_listing(record.rel)
+            if record.is_complete and where.inner not in record.manifest.files:
+                generations.begin(self.registry, record, pid)
+                generations.hide_markers(self.registry, record)
 
     async def before_link(self, old: str | None, new: str | None, nodeid: int) -> None:
         await self._stubs.before_link(old, new, nodeid)
