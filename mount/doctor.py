@@ -40,10 +40,21 @@ class Finding:
     advice: str = ""
 
 
-def examine(object_tiers: Sequence[tuple[str, Settings]] = ()) -> list[Finding]:
+@dataclass(frozen=True)
+class Tried:
+    """Settings whose object tier and cluster are tried. `whose` is put before what is found. `node` is the id of the
+    node that has them, which runs where `is_mounted`."""
+
+    whose: str
+    settings: Settings
+    node: str = ""
+    is_mounted: bool = False
+
+
+def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
     """Looks at everything, by trying where only trying can tell, and never raises.
 
-    Takes well under a second, but for object tiers: settings with one, each with a name to put before what is found.
+    Takes well under a second, but for object tiers and clusters.
     """
     findings: list[Finding] = []
     for check in (
@@ -60,10 +71,14 @@ def examine(object_tiers: Sequence[tuple[str, Settings]] = ()) -> list[Finding]:
         _left_over,
     ):
         findings += _safely(check)
-    for whose, settings in object_tiers:
-        from mount.object_doctor import examine_object_tier  # which needs this module
+    for each in tried:
+        from mount.cluster_doctor import examine_cluster  # which need this module
+        from mount.object_doctor import examine_object_tier
 
-        findings += examine_object_tier(settings, whose=whose)
+        if each.settings.catalog:
+            findings += examine_cluster(each.settings, whose=each.whose, node=each.node, is_mounted=each.is_mounted)
+        if each.settings.object:
+            findings += examine_object_tier(each.settings, whose=each.whose)
     return findings
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tierfs.settings import Settings
+    from mount.doctor import Tried
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,14 +18,16 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "doctor",
         help="what this machine can do, and what to change",
         description="Looks at FUSE, the kernel, memory, limits, RDMA devices and mounts, one line each. As root it\n"
-        "mounts something tiny for a moment, since passthrough can only be known by trying. The object tier of the\n"
-        "settings given (-o, a file, TIERFS_OBJECT) and of the instances that run is tried as well: written to, read\n"
-        "and cleaned up.",
+        "mounts something tiny for a moment, since passthrough can only be known by trying. The object tier and the\n"
+        "cluster of the settings given (-o, a file, TIERFS_OBJECT, TIERFS_CATALOG) and of the instances that run are\n"
+        "tried as well: written to, read and cleaned up; other nodes are asked for a sign of life.",
         epilog="examples:\n  tierfs doctor\n  tierfs doctor -o object=s3://bucket/ckpt,s3.endpoint_url=http://seaweed:8333\n"
         "  tierfs doctor --config /etc/tierfs/job1.toml\n  tierfs doctor /ckpt\n\n"
         "exit codes: 0 a mount works (perhaps with less than everything), 1 a mount can't work",
     )
-    doctor.add_argument("directory", metavar="DIR", nargs="?", help="mount point or name: try this one's object tier")
+    doctor.add_argument(
+        "directory", metavar="DIR", nargs="?", help="mount point or name: try what this one was mounted with"
+    )
     doctor.add_argument("-o", dest="options", metavar="K=V,...", action="append", default=[], help="as for mount")
     doctor.add_argument("--config", metavar="FILE", type=Path, help="settings file, as for mount")
     doctor.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -38,7 +40,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from mount.cli.tables import Cell, Column, Screen, print_json, render_table
     from mount.doctor import FAIL, OK, WARN, examine
 
-    findings = examine(_object_tiers(arguments))
+    findings = examine(_tried(arguments))
     verdicts = {finding.verdict for finding in findings}
     if arguments.json:
         verdict = next(each for each in (FAIL, WARN, OK) if each in verdicts)
@@ -54,8 +56,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if FAIL in verdicts else 0
 
 
-def _object_tiers(arguments: argparse.Namespace) -> list[tuple[str, Settings]]:
-    """Those to try: of the settings or the instance given; else of all that run, and of a mount here."""
+def _tried(arguments: argparse.Namespace) -> list[Tried]:
+    """What to try: of the settings or the instance given; else of all that run, and of a mount here."""
+    import socket
+
+    from mount.doctor import Tried
     from mount.runtime import all_instances, find_instance, is_running
     from tierfs.errors import SettingsError, TierfsError
     from tierfs.settings_sources import load_settings, settings_from_json
@@ -65,8 +70,7 @@ def _object_tiers(arguments: argparse.Namespace) -> list[tuple[str, Settings]]:
             raise SettingsError("DIR is tried as it was mounted; leave out -o and --config, or DIR")
         instances = [find_instance(arguments.directory, below=True)]
     elif arguments.options or arguments.config:
-        given = load_settings(arguments.config, os.environ, arguments.options, {})
-        return [("", given)] if given.object else []
+        return [Tried("", load_settings(arguments.config, os.environ, arguments.options, {}))]
     else:
         instances = [one for one in all_instances() if is_running(one)]
     found = []
@@ -75,13 +79,15 @@ def _object_tiers(arguments: argparse.Namespace) -> list[tuple[str, Settings]]:
             settings = settings_from_json(instance.settings.read_text())
         except (OSError, TierfsError):
             continue
-        if settings.object:
-            found.append((f"{instance.name}: ", settings))
+        if settings.object or settings.catalog:
+            node = settings.node or f"{socket.gethostname()}.{instance.name}"
+            found.append(Tried(f"{instance.name}: ", settings, node, is_running(instance)))
     if arguments.directory is None:
         with suppress(TierfsError):
             here = load_settings(None, os.environ, [], {})
-            if here.object and here.object not in [settings.object for _, settings in found]:
-                found.append(("a mount here: " if found else "", here))
+            known = [(each.settings.object, each.settings.catalog) for each in found]
+            if (here.object or here.catalog) and (here.object, here.catalog) not in known:
+                found.append(Tried("a mount here: " if found else "", here))
     return found
 
 

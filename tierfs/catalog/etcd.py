@@ -144,6 +144,14 @@ class EtcdStore:
             self._drop(self._connection)
         await trio.lowlevel.checkpoint()
 
+    async def about(self) -> tuple[str, int]:
+        """The version of the member that is asked, and the bytes of its data base; ("", 0) where nobody may ask."""
+        try:
+            answer = await self._call(messages.STATUS, messages.StatusRequest())
+        except CatalogDenied:
+            return "", 0
+        return str(answer.version), int(answer.dbSize)
+
     async def check_answers(self, connection: Connection) -> None:
         """Unless the member has just answered something else: give it up, and end its watches, if it is silent now."""
         if trio.current_time() - connection.heard_at >= self.timeout_s:

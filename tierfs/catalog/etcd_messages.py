@@ -56,7 +56,7 @@ _MESSAGES = {
     "AuthenticateRequest": "name:string:1 password:string:2",
     "AuthenticateResponse": "header:ResponseHeader:1 token:string:2",
     "StatusRequest": "",
-    "StatusResponse": "header:ResponseHeader:1 version:string:2 leader:uint64:4",
+    "StatusResponse": "header:ResponseHeader:1 version:string:2 dbSize:int64:3 leader:uint64:4",
 }
 
 EVENT_DELETE = 1

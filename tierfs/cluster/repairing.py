@@ -168,7 +168,7 @@ class ClusterRepair:
                 has_name = False
             if has_name and not tier.showing.place_file(record, file, inner, None):
                 raise TierfsError(f"{record.rel}/{inner} can't be replaced by a stub; see the log")
-        tier.holdings.changed(record.key)
+        tier.gave_up(record.key)
         self._registry.save_or_later(record)
         return has_name
 

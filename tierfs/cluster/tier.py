@@ -134,6 +134,8 @@ class ClusterTier:
         self._addresses: tuple[str, ...] = ()
         self._told_free = 0
         self._join_wanted = trio.Event()
+        self._given_up: set[Key] = set()
+        self._nursery: trio.Nursery | None = None
         self._wire()
 
     def _wire(self) -> None:
@@ -148,7 +150,7 @@ class ClusterTier:
         self.showing.is_completing = self.publisher.is_completing
         self.showing.maker.mark_anew = lambda record: mark_anew(self.hydration.table, record)
         self.following.made_here = self.publisher.is_made_here
-        self.holdings.on_put = self.stewardship.poke
+        self.holdings.on_put = self._holding_put
         self.replicator.taking_over.show = self.showing.place_tree
         self.replicator.on_arrived = partial(replace_stub, self.registry, self.showing)
 
@@ -176,6 +178,7 @@ class ClusterTier:
             await nursery.start(self.membership.run)
             nursery.start_soon(self._tell_room)
             await nursery.start(Notices(self.settings.cluster, self._noticed).run)
+            self._nursery = nursery
             task_status.started()
 
     async def leave(self) -> None:
@@ -427,6 +430,24 @@ class ClusterTier:
         return {"replica": {"state": "copying" if replicas > 1 else "none", "wanted": wanted, "copies": 1}}
 
     # --- inside
+
+    def gave_up(self, key: Key) -> None:
+        """Copies of the step's files were dropped here because they are damaged: it has to be counted again."""
+        self._given_up.add(key)
+        self.holdings.changed(key)
+
+    def _holding_put(self, key: Key) -> None:
+        if key in self._given_up and self._nursery is not None:
+            self._given_up.discard(key)
+            self._nursery.start_soon(self._recount, key)
+        self.stewardship.poke(key)
+
+    async def _recount(self, key: Key) -> None:
+        try:
+            await self.stewardship.recount(key)
+        except CatalogError as error:
+            log.info("copies of %s are counted again later: %s", "/".join(key), error.message)
+            self._given_up.add(key)
 
     def _copy_left(self, ino: int, version: str) -> None:
         """A whole file became a stub: this node is no holder of its step's part any more."""
