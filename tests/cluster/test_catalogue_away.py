@@ -98,9 +98,9 @@ def test_etcd_may_freeze_restart_or_forget_the_lease_at_any_time(nodes: Cluster,
     nodes.wait_members()
     write_together(nodes[::-1], f"{run}/step_2", 2, SIZES)
     wait_latest(nodes.nodes, "step_2", run, within_s=BOUND_S)
+    wait_replicated(nodes.nodes, f"{run}/step_1", f"{run}/step_2")
     for seed in (1, 2):
         check_everywhere(nodes.nodes, f"{run}/step_{seed}", seed, SIZES)
-    wait_replicated(nodes.nodes, f"{run}/step_1", f"{run}/step_2")
 
 
 def test_a_catalogue_that_was_lost_is_filled_again_from_the_nodes(nodes: Cluster, run: str) -> None:

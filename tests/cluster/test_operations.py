@@ -72,10 +72,12 @@ def test_prefetch_brings_the_files_that_a_rank_will_load(nodes: Cluster, run: st
     wait_latest(nodes.nodes, "step_1", run)
     reader, _ = nodes.others(nodes[0], partner_of(nodes, nodes[0]))
     here, names = reader.mountpoint / step, shard_names(4)
+    told = reader.step("step_1", run)
+    assert (told["level"], told["files"], told["bytes"]) == ("replica", 5, sum(SIZES) + (here / MARKER).stat().st_size)
     answer = asked(reader, "prefetch", here, "--files", "*-0000[03].*", "--files", names[1], "--files", MARKER)
     assert (answer["files"], answer["bytes"], answer["already"]) == (3, SIZES[0] + SIZES[1] + SIZES[3], 1)
     levels = [asked(reader, "stat", here / name)["level"] for name in names]
-    assert levels == ["ram", "ram", "object", "ram"]
+    assert levels == ["ram", "ram", "replica", "ram"]
     asked(reader, "prefetch", here, "--files", "no such*", code=1)
     answer = asked(reader, "prefetch", reader.mountpoint / run / "latest")
     assert (answer["files"], answer["bytes"], answer["already"]) == (1, SIZES[2], 4)
