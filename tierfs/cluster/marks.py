@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import trio
 
 from tierfs.steps.names import StepNames
+from tierfs.steps.registry import StepRegistry
+
+if TYPE_CHECKING:
+    from tierfs.cluster.view import View
 
 #: ("step", namespace, step) or ("path", rel).
 Mark = tuple[str, ...]
@@ -109,3 +115,15 @@ class Marks:
             return mark[1:]
         where = self._names.locate(mark[1])
         return (where.namespace, where.step) if where is not None else (mark[1].partition("/")[0],)
+
+
+async def judge_when_connected(registry: StepRegistry, view: View) -> None:
+    """Each time the catalogue can be reached again, steps that are not complete are judged: the last time that was
+    done, what other nodes have in them may not have been known. Until cancelled."""
+    while True:
+        if await view.until(lambda: not view.connected, within_s=3600):
+            while not await view.until(lambda: view.connected, within_s=3600):
+                pass
+            for record in registry.records.values():
+                if not record.is_complete and record.manifest.files:
+                    registry.judge_soon(record)
