@@ -20,7 +20,7 @@ from tierfs.catalog.records import FileRecord, StepState
 from tierfs.catalog.store import Compare, KeyStore
 from tierfs.cluster.journal import Journal, Owed
 from tierfs.cluster.local_files import LocalFiles, read_opened, write_opened, writing_generation
-from tierfs.cluster.marks import Mark, Marks, judge_when_connected
+from tierfs.cluster.marks import Mark, Marks, judge_again
 from tierfs.cluster.own_parts import OwnParts, revision_now
 from tierfs.cluster.putting_away import drop_marker
 from tierfs.cluster.step_removal import delete_step
@@ -261,7 +261,7 @@ class Publisher:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(judge_when_connected, self.registry, self.view)
+            nursery.start_soon(judge_again, self.registry, self.view)
             task_status.started()
             while True:
                 if not self.view.connected:
