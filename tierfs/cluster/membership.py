@@ -55,6 +55,7 @@ class Membership:
         self._told: NodeRecord | None = None
         self._news = trio.Event()
         self._leaving = False
+        self._is_told = False  # that the lease could not be renewed
         view.listen(self._follow)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -194,11 +195,12 @@ class Membership:
             raise
         except CatalogError as error:
             self._view.doubt()
-            log.info("could not renew the lease: %s", error.message)
+            log.log(logging.DEBUG if self._is_told else logging.INFO, "could not renew the lease: %s", error.message)
+            self._is_told = True
             # Others may see this node as lost from now on; it only knows when the catalogue answers again.
             self.member = trio.current_time() - self._renewed_at < self._ttl_s
             return False
-        self._renewed_at, self.member = began_at, True
+        self._renewed_at, self.member, self._is_told = began_at, True, False
         return True
 
     async def _put(self) -> bool:

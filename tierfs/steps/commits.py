@@ -71,6 +71,7 @@ async def commit_with_others(
                 return False
         except CommitRefused as error:
             record.manifest.note = error.message
+            log.info("%s", error.message, extra=registry.extra(record))
             return False
         if registry.records.get(record.key) is not record:
             return False

@@ -31,6 +31,9 @@ LAST_FILES = (
 )
 
 
+NO_MARKER = "no marker yet"
+
+
 def waits_for_last_file(step: str) -> bool:
     """True for a step whose framework writes more after the file that otherwise is its marker."""
     return any(pattern.fullmatch(step) for pattern, _ in LAST_FILES)
@@ -102,7 +105,7 @@ def judge(record: StepRecord, rules: MarkerRules) -> Verdict:
         return _judge_by_last_file(record, rules, last, here)
     per_rank = {marker.rank: inner for inner, marker in markers.items() if marker.kind == "dcp-per-rank"}
     named: set[str] = set()
-    why_not = "no marker yet"
+    why_not = NO_MARKER
     for inner, marker in sorted(markers.items()):
         if marker.kind == "dcp-per-rank":
             continue

@@ -50,10 +50,12 @@ def describe_tiers(registry: StepRegistry, record: StepRecord) -> dict[str, Any]
 
 
 def step_tier(described: Mapping[str, Any]) -> str:
-    """Where a step's bytes are: `ram`, `object` where they have to be fetched, `ram+object` where some have to."""
+    """Where a step's bytes are: `ram`; `object`, or `replica` on other nodes, where they have to be fetched from
+    there; `ram+object` and `ram+replica` where some have to."""
     if not described.get("stubs"):
         return "ram"
-    return "ram+object" if described.get("ram_bytes") else "object"
+    elsewhere = "replica" if described.get("replica") is not None and described["level"] != "object" else "object"
+    return f"ram+{elsewhere}" if described.get("ram_bytes") else elsewhere
 
 
 def step_bytes(record: StepRecord) -> int:

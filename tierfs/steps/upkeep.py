@@ -20,7 +20,7 @@ from tierfs.checksum import ChecksumStopped, FileChecksum, checksum_fd
 from tierfs.settings import StepSettings
 from tierfs.steps import generations
 from tierfs.steps.commits import commit_with_others
-from tierfs.steps.completion import Verdict, judge
+from tierfs.steps.completion import NO_MARKER, Verdict, judge
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.moves import MOVED_IN
 from tierfs.steps.overwrite import remove_tree
@@ -41,6 +41,9 @@ SETTLE_S = 5.0
 JUDGE_SHARE = 10
 #: A step with a marker for each rank has no last file: it is complete when no rank went on for so long.
 PER_RANK_SETTLE_S = 1.0
+#: A marker whose files are not all there is held against what other nodes have again after so long.
+OTHERS_AFTER_S = 0.2
+OTHERS_AFTER_MOST_S = 10.0
 #: After a failure that nobody expected.
 RETRY_S = 10.0
 #: Checksums wait until nothing was open for writing for so long, but not longer than the second figure.
@@ -142,19 +145,26 @@ class Upkeep:
             marker = self.registry.rules.match(verdict.marker)
             if marker is not None and marker.kind == "dcp-per-rank" and record.idle_s < PER_RANK_SETTLE_S:
                 self._judge_later(record, PER_RANK_SETTLE_S)
-            else:
-                await commit_with_others(self.registry, record, marker=verdict.marker, named=verdict.named)
+            elif not await commit_with_others(self.registry, record, marker=verdict.marker, named=verdict.named):
+                self._judge_later(record, self._look_at_others_in_s(record))
         elif manifest.note == MOVED_IN and not await self._is_dcp(record) and record.changes == changes:
             if self.registry.handles_in(record):
                 self._judge_later(record, TICK_S)
             else:
                 await commit_with_others(self.registry, record, marker=None, named=frozenset(), note=MOVED_IN)
+        elif self.registry.cluster.shares and verdict.why_not != NO_MARKER:
+            # What is lacking may be another node's, which tells nobody here when it is sealed.
+            self._judge_later(record, self._look_at_others_in_s(record))
 
     def _verdict(self, record: StepRecord) -> Verdict:
         """In a thread: by the number of files."""
         if not any(self.registry.rules.match(inner) for inner in list(record.manifest.files)):
-            return Verdict(why_not="no marker yet")
+            return Verdict(why_not=NO_MARKER)
         return judge(record, self.registry.rules)
+
+    def _look_at_others_in_s(self, record: StepRecord) -> float:
+        """Soon at first, then seldom: a save that nobody ends is looked at as long as it is kept."""
+        return min(max(OTHERS_AFTER_S, record.idle_s / 4), OTHERS_AFTER_MOST_S)
 
     def _judge_later(self, record: StepRecord, seconds: float) -> None:
         record.judge_after = time.monotonic() + seconds
