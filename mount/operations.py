@@ -185,7 +185,10 @@ class Operations:
         elif stat.S_ISDIR(info.st_mode):
             size = 0
         elif stat.S_ISREG(info.st_mode):
-            level = "object" if self._registry.object_tier.is_stub(info.st_ino) else "ram"
+            level = "ram"
+            if self._registry.object_tier.is_stub(info.st_ino):
+                on_nodes = self._registry.cluster.shares and not (record is not None and record.is_persisted)
+                level = "replica" if on_nodes else "object"
         return {
             "name": path.name,
             "type": _KINDS.get(stat.S_IFMT(info.st_mode), "other"),

@@ -89,8 +89,10 @@ def render_nodes(answer: dict[str, Any], screen: Any) -> str:
         Column("COPIES ON"),
         Column("VERSION"),
     ]
-    away = "" if answer["connected"] else f"the catalogue {answer['catalog']} can't be reached: as it was last seen\n"
-    return plain(away, screen) + render_table(columns, rows, screen)
+    table = render_table(columns, rows, screen)
+    if answer["connected"]:
+        return table
+    return plain(f"the catalogue {answer['catalog']} can't be reached: as it was last seen", screen) + "\n" + table
 
 
 def run_drain(arguments: argparse.Namespace) -> int:

@@ -201,8 +201,8 @@ def render_listing(answer: dict[str, Any], screen: Any) -> str:
 
     if not answer["entries"]:
         return "empty\n"
-    # A mount without an object tier has but one level, which is no news.
-    tiered = any(entry.get("object") or entry.get("level") == "object" for entry in answer["entries"])
+    # A mount without an object tier and other nodes has but one level, which is no news.
+    tiered = any(entry.get("object") or entry.get("level") in ("object", "replica") for entry in answer["entries"])
     rows = []
     for entry in answer["entries"]:
         is_directory = entry["type"] in ("dir", "directory")

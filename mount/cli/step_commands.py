@@ -153,7 +153,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             )
         count = f"{files} file{'s' * (files != 1)}, {format_size(answer['bytes'])}"
         left = f"; {unsealed} without a checksum yet, not verified" if unsealed else ""
-        left += f"; {stubs} in the object tier only, not read" if stubs else ""
+        left += f"; {stubs} not in RAM here, not read" if stubs else ""
         left += f"; {absent} step{'s' * (absent != 1)} not in the object tier" if absent else ""
         if bad:
             print(f"{len(bad)} of {count} not as sealed{left}")
@@ -164,7 +164,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             f"its {unsealed} files have no checksum yet: wait for it if they were just written, and see that "
             f"steps.checksums is on"
             if unsealed
-            else "all of it is in the object tier only; --tier object reads it there"
+            else "none of it is in RAM here; --tier object reads it there, --tier replica on other nodes"
             if stubs
             else "there is no sealed file there; name a complete step"
         )

@@ -161,7 +161,7 @@ def test_verify_says_what_was_not_read(canned: CannedInstance) -> None:
     answer = {"files": 3, "bytes": MIB, "bad": [], "unsealed": 0, "stubs": 2, "not_persisted": 1}
     canned.answer("verify", answer)
     done = tierfs("verify", "--tier", "all", canned.mountpoint)
-    assert "all as sealed; 2 in the object tier only, not read; 1 step not in the object tier" in done.stdout
+    assert "all as sealed; 2 not in RAM here, not read; 1 step not in the object tier" in done.stdout
     assert canned.asked[-1]["tier"] == "all"
     canned.answer("verify", {**answer, "files": 0})
     assert "--tier object reads it there" in tierfs("verify", canned.mountpoint).stderr

@@ -21,6 +21,7 @@ from tierfs.catalog.store import KeyStore
 from tierfs.cluster.addresses import advertised
 from tierfs.cluster.agreeing import Agreement
 from tierfs.cluster.copies import Copies
+from tierfs.cluster.describing import describe
 from tierfs.cluster.draining import Drain
 from tierfs.cluster.following import Following
 from tierfs.cluster.holdings import Holdings
@@ -417,17 +418,7 @@ class ClusterTier:
         return record is not None and record.is_persisted
 
     def describe(self, record: StepRecord) -> dict[str, Any]:
-        replicas = self.settings.for_namespace(record.manifest.namespace).replication.replicas
-        wanted = min(replicas, max(1, len(self.view.nodes)))
-        seen = self.view.states.get(record.key)
-        if not record.is_complete:
-            return {"replica": {"state": "none", "wanted": wanted, "copies": 0}}
-        level = seen.record.level if seen is not None and seen.record.generation == record.manifest.generation else ""
-        if level == "replicated":
-            return {"replica": {"state": "replicated", "wanted": wanted, "copies": wanted}}
-        if level == "lost":
-            return {"replica": {"state": "lost", "wanted": wanted, "copies": 0}}
-        return {"replica": {"state": "copying" if replicas > 1 else "none", "wanted": wanted, "copies": 1}}
+        return describe(self, record)
 
     # --- inside
 
