@@ -19,7 +19,12 @@ from rig.instance import TIERFS, tierfs
 from rig.plain_steps import MARKER, content, shard_names, write_marker, write_step
 
 pytestmark = pytest.mark.alone
-OPTIONS = {"durability_fsync": "replica", "durability_timeout_s": "15", "cluster_drain_on_stop": "on"}
+OPTIONS = {
+    "durability_fsync": "replica",
+    "durability_timeout_s": "15",
+    "cluster_drain_on_stop": "on",
+    "transfer_read_retry_for_s": "2",
+}
 SIZES = [5 * MIB, 3 * MIB, 300_000, 2 * MIB]
 
 
@@ -143,9 +148,29 @@ def test_a_node_that_is_stopped_hands_over_what_only_it_holds(nodes: Cluster, ru
     going.heal()
     pid = going.daemon_pid()
     os.kill(pid, signal.SIGTERM)
-    soon(lambda: not Path(f"/proc/{pid}").exists(), "it has ended", within_s=60)
+    soon(lambda: not Path(f"/proc/{pid}").exists(), "it has ended", within_s=15)
     assert going.node_id not in states(nodes[0]), "it left, and is not lost"
     going.kill(wipe=True)
+    check_everywhere(nodes.others(going), f"{run}/step_1", 1, SIZES)
+
+
+def test_a_notice_has_the_node_drain_and_what_is_written_then_survives_its_unmount(
+    nodes: Cluster, run: str, tmp_path: Path
+) -> None:
+    going, notice = nodes[3], tmp_path / "notice"
+    going.kill(wipe=True)
+    noticed = {"cluster.notice_file": str(notice), "cluster.notice_every_s": "0.2"}
+    going.options.update(noticed)
+    try:
+        going.start(node_id="n4-spot")
+        notice.touch()
+        soon(lambda: states(nodes[0]).get("n4-spot") == "draining", "others see that it goes", within_s=BOUND_S)
+        write_step(going.mountpoint / run / "step_1", 1, SIZES)
+        tierfs("umount", going.mountpoint, timeout_s=100)
+        going.kill(wipe=True)
+    finally:
+        for key in noticed:
+            del going.options[key]
     check_everywhere(nodes.others(going), f"{run}/step_1", 1, SIZES)
 
 

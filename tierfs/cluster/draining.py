@@ -26,6 +26,8 @@ log = logging.getLogger("tierfs.cluster")
 
 #: What others hold is looked at so often: holdings are not watched.
 LOOK_EVERY_S = 0.3
+#: A step whose marker was closed is complete a moment later, or not at all.
+JUDGED_WITHIN_S = 2.0
 #: Files that others are asked about at the same time.
 _ASK_AT_ONCE = 16
 _CHECKPOINT_EVERY = 200
@@ -142,6 +144,7 @@ class Drain:
                 files, note = [], f"the catalogue does not say what others hold: {error.message}"
             steps += bool(files)
             found += files
+        found += self._about_to_be_complete()
         found += await self._being_written()
         found += await self._outside_of_steps()
         paths = tuple(dict.fromkeys(path for path, _ in found))
@@ -162,6 +165,19 @@ class Drain:
                 holding = holders.of(file)
                 if self._node in holding and len(holding.intersection(others)) < needed:
                     found.append(("/".join(key), file.size_bytes))
+        return found
+
+    def _about_to_be_complete(self) -> list[tuple[str, int]]:
+        """Steps of this node that are complete here and not in the catalogue, or not yet complete here."""
+        found = []
+        for record in list(self._registry.records.values()):
+            if record.is_complete:
+                seen = self._view.states.get(record.key)
+                is_known = seen is not None and seen.record.generation >= record.manifest.generation
+                if not is_known and not record.is_persisted:
+                    found.append((record.rel, record.manifest.bytes))
+            elif record.idle_s < JUDGED_WITHIN_S and any(map(self._registry.rules.match, record.manifest.files)):
+                found.append((record.rel, 0))
         return found
 
     async def _being_written(self) -> list[tuple[str, int]]:
