@@ -106,8 +106,7 @@ class TierFs(pyfuse3.Operations):
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        rel = self._rel(parent_inode, name)
-        if rel is not None:
+        if (rel := self._rel(parent_inode, name)) is not None:
             await self.tracker.before_mkdir(rel, mode, ctx.uid, ctx.gid)
         try:
             os.mkdir(name, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
@@ -242,6 +241,8 @@ class TierFs(pyfuse3.Operations):
             os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
         if fields.update_mode:
             os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
+        if fields.update_uid or fields.update_gid or fields.update_mode:
+            self.tracker.attributes_set(self._path_or_none(inode))
         if fields.update_atime or fields.update_mtime:
             await self.tier.before_times_are_set(inode)
             before = self.nodes.stat(inode)
@@ -281,8 +282,7 @@ class TierFs(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         how = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        wanted = self._rel(parent_inode, name)
-        if wanted is not None:
+        if (wanted := self._rel(parent_inode, name)) is not None:
             await self.tracker.before_create(wanted, ctx.pid, exclusive=bool(flags & os.O_EXCL))
         try:
             fd = os.open(name, how, stat.S_IMODE(mode), dir_fd=self.nodes.fd(parent_inode))
@@ -358,7 +358,8 @@ class TierFs(pyfuse3.Operations):
         return written
 
     async def flush(self, fh: int) -> None:
-        """Nothing is buffered here."""
+        if self.channel.handles(fh).writers:
+            await self.tracker.flushed(self._path_or_none(fh) or "", fh)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         """The RAM tier has no slower place to write to; `durability.fsync` says what else is waited for."""

@@ -113,6 +113,7 @@ class WritingNode(Node):
         super()._build()
         self.publisher = Publisher(self.registry, self.store, self.view, self.copies, self.name)
         self.agreement = Agreement(self.registry, self.view, self.publisher, self.copies, self.name)
+        self.agreement.settled_after_s = 0.0  # tests have no time to spare for it
         self.removing = Removing(self.registry, self.store, self.view, self.publisher, self.name)
         self.stewardship = Stewardship(self.store, self.view, self.name, lambda _: 1, lambda _: False, 0.5)
         self.publisher.on_deleted = self.following.step_deleted

@@ -154,14 +154,14 @@ async def test_steps_completed_and_removed_without_the_catalogue_are_told_later(
             await a.shards(f"run/step_{number}", number, BOTH)
             await a.finish(f"run/step_{number}", number, BOTH)
             assert a.driver.state(f"run/step_{number}") == "complete"
-        assert a.publisher.problems() and "run/step_1" in cluster.b.view.tree
+        assert a.publisher.pending and "run/step_1" in cluster.b.view.tree
         await cluster.away(a, away=False)
         await cluster.settled()
         states = cluster.b.view.states
         assert set(states) == {("run", "step_2"), ("run", "step_3")}
         assert states["run", "step_2"].mod_revision < states["run", "step_3"].mod_revision
         assert cluster.b.driver.latest() == "step_3"
-        assert not (cluster.b.root / STEP).exists() and not a.publisher.problems()
+        assert not (cluster.b.root / STEP).exists() and not a.publisher.pending
 
 
 async def test_a_step_that_was_removed_while_a_node_was_away_does_not_come_back(cluster: Cluster) -> None:

@@ -8,15 +8,16 @@ completed the step meanwhile, and that its directory is the one that this node k
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
 from tierfs.catalog.keys import parts_prefix, state_key, tree_key
-from tierfs.catalog.records import FILES_A_PAGE, FileRecord, Holding, StepState, to_bytes
+from tierfs.catalog.records import FILES_A_PAGE, FileRecord, StepState, to_bytes
 from tierfs.catalog.store import Compare, Put
 from tierfs.cluster.local_files import writing_generation
 from tierfs.cluster.publishing import Publisher
@@ -33,12 +34,15 @@ from tierfs.steps.registry import Key, StepRegistry
 if TYPE_CHECKING:
     from tierfs.cluster.copies import Copies
     from tierfs.cluster.tables import Seen
-    from tierfs.cluster.view import View
+    from tierfs.cluster.view import Change, View
 
 log = logging.getLogger("tierfs.cluster")
 
 _T = TypeVar("_T")
 
+#: After the catalogue came back each node first tells it what was written over meanwhile: so long nothing of others is
+#: committed.
+SETTLED_AFTER_S = 2.0
 #: Between two looks at the other nodes' parts, while something is missing.
 _LOOK_AGAIN_S = 0.1
 _LOOK_AGAIN_MOST_S = 1.0
@@ -82,6 +86,9 @@ class Agreement:
         self._copies = copies
         self._agreed: dict[Key, tuple[StepState, float]] = {}
         self._waited_in_vain = False
+        self.settled_after_s = SETTLED_AFTER_S
+        self._read_at = -math.inf
+        view.listen(self._seen)
         publisher.commit = self.commit_complete
         publisher.is_completing = self.is_completing
 
@@ -181,7 +188,10 @@ class Agreement:
                         return True
                     look = True
                     judged = await self._judge(wanted)
-                    if not judged.lacking:
+                    unsettled_s = self._read_at + self.settled_after_s - trio.current_time()
+                    if unsettled_s > 0 and self._names_others(wanted, judged):
+                        pause_s = min(unsettled_s, _LOOK_AGAIN_MOST_S)
+                    elif not judged.lacking:
                         state = await self._try(wanted, judged)
                         if state is not None:
                             return True
@@ -196,12 +206,21 @@ class Agreement:
                 log.warning("committing %s: %s", wanted.record.rel, error.message)
                 return False
             if trio.current_time() + pause_s > ends_at:
-                if judged.may_come:
+                if judged.may_come or not judged.lacking:
                     return False
                 raise self._refused(wanted, judged.lacking)
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_AGAIN_MOST_S)
         return False
+
+    def _seen(self, change: Change) -> None:
+        if change.kind == "reset":
+            self._read_at = trio.current_time()
+
+    def _names_others(self, wanted: _Wanted, judged: _Judged) -> bool:
+        named = judged.merged.files if wanted.content is None else wanted.content.files
+        files = judged.merged.files
+        return any(inner in files and files[inner].node != self.node for inner in named)
 
     async def _is_connected(self, ends_at: float) -> bool:
         if not self.view.connected:
@@ -256,7 +275,6 @@ class Agreement:
             return _Judged(merged, mine, seen, Shortfall())
         missing, short, stale, still_open, away = [], [], [], [], False
         is_open = record.open_names()
-        holdings: Mapping[str, Holding] | None = None
         for at, (inner, least) in enumerate(sorted(wanted.content.files.items())):
             if at % 64 == 63:
                 await trio.lowlevel.checkpoint()
@@ -272,12 +290,10 @@ class Agreement:
                 short.append((inner, file.size_bytes, least))
             elif inner in mine and record.is_not_written_again(inner):
                 stale.append(inner)
-            elif file.node not in self.view.nodes and file.node != self.node and not self._copies.has(file.version):
-                if holdings is None:
-                    holdings = await self.view.holdings(key)
-                if not self.view.holders(merged, holdings, file):
-                    missing.append(inner)
-                    away = True
+            elif file.node not in self.view.nodes and file.node != self.node:
+                # Others may hold it; but its node may be cut off, and writing the file again right now.
+                missing.append(inner)
+                away = True
         lacking = Shortfall(tuple(missing), tuple(short), tuple(stale), tuple(still_open))
         away = away or any(
             files and node not in self.view.nodes and node != self.node for node, files in merged.parts.items()

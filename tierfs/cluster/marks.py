@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import trio
 
 from tierfs.steps.names import StepNames
-from tierfs.steps.registry import StepRegistry
-
-if TYPE_CHECKING:
-    from tierfs.cluster.view import View
 
 #: ("step", namespace, step) or ("path", rel).
 Mark = tuple[str, ...]
 
 #: Marks that are worked on at the same time.
 IN_FLIGHT = 8
-#: A step with a marker that lacks files of other nodes is judged so often, and so long after its last change.
-JUDGE_EVERY_S = 1.0
-JUDGE_FOR_S = 60.0
 
 
 class Marks:
@@ -118,19 +109,3 @@ class Marks:
             return mark[1:]
         where = self._names.locate(mark[1])
         return (where.namespace, where.step) if where is not None else (mark[1].partition("/")[0],)
-
-
-async def judge_again(registry: StepRegistry, view: View) -> None:
-    """Judge steps that are not complete each time the catalogue can be reached again, and those that got a marker
-    lately every second: other nodes' files come to the catalogue without anybody being told. Until cancelled."""
-    while True:
-        was_away = await view.until(lambda: not view.connected, within_s=JUDGE_EVERY_S)
-        while not await view.until(lambda: view.connected, within_s=3600):
-            pass
-        for record in list(registry.records.values()):
-            if record.is_complete or not record.manifest.files:
-                continue
-            if was_away or (
-                record.idle_s < JUDGE_FOR_S and any(registry.rules.match(inner) for inner in record.manifest.files)
-            ):
-                registry.judge_soon(record)

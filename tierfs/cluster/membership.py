@@ -99,6 +99,10 @@ class Membership:
         except CatalogError as error:
             log.warning("could not tell the cluster that this node leaves: %s", error.message)
 
+    def may_count(self) -> bool:
+        """Others may still take this node for a member, by the lease that was renewed last."""
+        return trio.current_time() - self._renewed_at < self._ttl_s
+
     def changed(self) -> None:
         """What `describe` says may be another."""
         self._news.set()

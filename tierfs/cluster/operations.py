@@ -111,7 +111,10 @@ class ClusterOperations:
 
     def problems(self) -> list[dict[str, str]]:
         tier = self._tier
-        found = list(tier.publisher.problems())
+        found: list[dict[str, str]] = []
+        if not tier.view.connected and tier.publisher.pending:
+            message = f"the catalogue can't be reached; {tier.publisher.pending} changes are published once it can"
+            found.append({"severity": "warning", "message": message, "path": ""})
         if not tier.view.connected and not found:
             message = f"the catalogue {tier.settings.catalog} can't be reached; what is on this node goes on working"
             found.append({"severity": "warning", "message": message, "path": ""})

@@ -20,7 +20,7 @@ from tierfs.catalog.records import FileRecord, StepState
 from tierfs.catalog.store import Compare, KeyStore
 from tierfs.cluster.journal import Journal, Owed
 from tierfs.cluster.local_files import LocalFiles, read_opened, write_opened, writing_generation
-from tierfs.cluster.marks import Mark, Marks, judge_again
+from tierfs.cluster.marks import Mark, Marks
 from tierfs.cluster.own_parts import OwnParts, revision_now
 from tierfs.cluster.putting_away import drop_marker
 from tierfs.cluster.step_removal import delete_step
@@ -40,6 +40,8 @@ log = logging.getLogger("tierfs.cluster")
 #: After a request that failed; after a failure that nobody expected.
 _RETRY_S = 0.2
 _RETRY_LATER_S = 10.0
+#: How long a program that writes a file again waits for the catalogue; how often it is looked for the lease then.
+_TOLD_WITHIN_S, _LOOK_AT_LEASE_S = 5.0, 0.2
 #: How often a change is tried again that another node's came before.
 _ROUNDS = 8
 
@@ -71,6 +73,8 @@ class Publisher:
         self.expected: dict[Key, dict[str, int]] = {}
         #: The step is about to be complete here, as the catalogue says already (`Agreement.is_completing`).
         self.is_completing: Callable[[Key], bool] = lambda key: False
+        #: Others may take this node for a member (`Membership.may_count`).
+        self.counts_as_member: Callable[[], bool] = lambda: False
         #: Steps of before this daemon: what the catalogue has of an overwrite that was given up is not known.
         self._of_before = set(registry.records)
         self._marks = Marks(registry.names)
@@ -166,7 +170,8 @@ class Publisher:
     async def withdraw(self, rel: str, ino: int) -> None:
         """Before a file is written again: the catalogue no longer has it as one of this node's sealed files.
 
-        Bounded by the catalogue's time-out; with it away the file stays marked. OSError.
+        With the catalogue away it is waited until this node is no member for the others any more, since they don't
+        commit files of nodes that are not there: so no commit can name bytes that are written over. OSError.
         """
         if not ino:
             return
@@ -181,8 +186,11 @@ class Publisher:
         if record is None or version is None or not version.startswith(f"{self.node}/"):
             return
         self.changed(record)
-        if self.view.connected and not await self.flush(record.key, within_s=self.registry.settings.etcd.timeout_s):
-            log.warning("%s is written again before the catalogue knows", rel, extra=self.registry.extra(record))
+        known = self.view.connected and await self.flush(record.key, within_s=_TOLD_WITHIN_S)
+        if not known and self.counts_as_member():
+            log.warning("%s is written again once this node is no member any more: the catalogue is away", rel)
+            while self.counts_as_member() and not await self.flush(record.key, within_s=_LOOK_AT_LEASE_S):
+                pass
         write_opened(path, ino, revision_now(self.registry, self.view, self.parts, where))
 
     def _drop_waiting_marker(self, where: StepPath) -> None:
@@ -201,13 +209,6 @@ class Publisher:
     def pending(self) -> int:
         """How many steps and paths the catalogue has to be told of."""
         return len(self._marks)
-
-    def problems(self) -> list[dict[str, str]]:
-        """For `status`."""
-        if self.view.connected or not self.pending:
-            return []
-        message = f"the catalogue can't be reached; {self.pending} changes are published once it can"
-        return [{"severity": "warning", "message": message, "path": ""}]
 
     def is_removed_here(self, rel: str) -> bool:
         """A program removed it here, and the catalogue does not know yet: it is not to be shown again."""
@@ -230,6 +231,10 @@ class Publisher:
     def is_made_here(self, rel: str) -> bool:
         """A program made it here, and the catalogue does not know yet."""
         return rel in self.names.made or self._marks.has(("path", rel))
+
+    async def flush_path(self, rel: str, *, within_s: float) -> bool:
+        """The same for a path outside of steps."""
+        return await self._marks.flushed(("path", rel), within_s=within_s)
 
     async def flush(self, key: Key | None, *, within_s: float) -> bool:
         """Until what was marked before this call (of that step) is published; False where it takes longer."""
@@ -261,7 +266,6 @@ class Publisher:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(judge_again, self.registry, self.view)
             task_status.started()
             while True:
                 if not self.view.connected:

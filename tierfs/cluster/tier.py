@@ -34,6 +34,7 @@ from tierfs.cluster.operating import Operating
 from tierfs.cluster.own_copies import OwnFirst, replace_stub
 from tierfs.cluster.part_files import PartFiles
 from tierfs.cluster.publishing import Publisher
+from tierfs.cluster.putting_away import put_away_others
 from tierfs.cluster.removing import Removing
 from tierfs.cluster.replication import Replicator
 from tierfs.cluster.showing import Showing
@@ -56,6 +57,8 @@ log = logging.getLogger("tierfs.cluster")
 JOIN_AGAIN_S = 1.0
 #: How long a commit waits for this node's own view of it.
 SEEN_WITHIN_S = 5.0
+#: How long a close(2) waits for the catalogue.
+FLUSHED_WITHIN_S = 2.0
 #: How long leaving may take: telling the others that this node goes.
 LEAVE_WITHIN_S = 5.0
 #: A node that was told to go is hardly there any longer.
@@ -135,6 +138,8 @@ class ClusterTier:
         self._addresses: tuple[str, ...] = ()
         self._told_free = 0
         self._join_wanted = trio.Event()
+        #: Files outside of steps that were published at a close(2), by inode: size and time then.
+        self._flushed: dict[int, tuple[int, int]] = {}
         self._given_up: set[Key] = set()
         self._nursery: trio.Nursery | None = None
         self._wire()
@@ -142,6 +147,7 @@ class ClusterTier:
     def _wire(self) -> None:
         """What the parts tell each other."""
         self.view.listen(self._seen)
+        self.publisher.counts_as_member = self.membership.may_count
         self.publisher.on_deleted = self.following.step_deleted
         self.publisher.on_committed = self.following.step_committed
         self.publisher.on_withdrawn = self.following.step_withdrawn
@@ -299,7 +305,33 @@ class ClusterTier:
     async def before_write(self, rel: str, ino: int) -> None:
         await self.publisher.withdraw(rel, ino)
 
+    async def flushed(self, rel: str, ino: int) -> None:
+        info = self._look(rel)
+        if info is None or info.st_ino != ino or not self.view.connected or self.hydration.is_stub(ino):
+            return
+        try:
+            self.copies.seal(self.registry.root / rel, ino)
+        except OSError as error:
+            log.debug("%s is published when it is closed: %s", rel, error)
+            return
+        self._flushed[ino] = info.st_size, info.st_mtime_ns
+        self.publisher.sealed(rel, ino)
+        await self.publisher.flush_path(rel, within_s=FLUSHED_WITHIN_S)
+
+    def attributes_set(self, rel: str) -> None:
+        where = self.registry.names.locate(rel)
+        record = self.registry.at(where) if where is not None and where.inner else None
+        info = self._look(rel)
+        if record is not None and info is not None and stat.S_ISREG(info.st_mode):
+            self.publisher.changed(record)
+        elif info is not None:
+            self.publisher.tree_changed(rel)
+
     def sealed(self, rel: str, ino: int) -> None:
+        info, flushed = self._look(rel), self._flushed.pop(ino, None)
+        if info is not None and flushed not in (None, (info.st_size, info.st_mtime_ns)):
+            # Written on after a close(2) that was not the last one: other bytes than those that were published.
+            self.copies.withdraw(ino, self.registry.root / rel)
         if not self.hydration.is_stub(ino):
             try:
                 self.copies.sealed(rel, ino)
@@ -322,11 +354,11 @@ class ClusterTier:
         self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
     ) -> Outcome:
         outcome = await self.agreement.agree(record, marker, content, marker_at)
-        if outcome == "agreed":
-            await self._show_all(record, marker)
+        if outcome == "agreed" and not await self._show_all(record, marker):
+            put_away_others(self.registry, self.copies, record, content.files if content is not None else ())
         return outcome
 
-    async def _show_all(self, record: StepRecord, marker: str | None) -> None:
+    async def _show_all(self, record: StepRecord, marker: str | None) -> bool:
         """The step was committed by this node: what the others wrote gets its names here, before the marker does."""
         manifest = record.manifest
         generation = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
@@ -341,10 +373,11 @@ class ClusterTier:
             files = await self.view.files(key, generation, fresh=True)
         except CatalogError as error:
             log.warning("names of other nodes' files are made later: %s", error, extra=self.registry.extra(record))
-            return
+            return False
         names = [inner for inner in files.files if inner != marker]
         async with self.showing.lock(key):
             await self.showing.place_files(record, files, names, is_complete=True, by_force=True)
+        return True
 
     def completed(self, record: StepRecord) -> None:
         self.agreement.completed(record)

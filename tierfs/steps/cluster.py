@@ -88,6 +88,14 @@ class Cluster(Protocol):
         """A file was closed by its last writer, or came to this name whole: it is published."""
         ...
 
+    async def flushed(self, rel: str, ino: int) -> None:
+        """A file outside of steps may be closed for good: as it is now, it is published when this returns (bounded)."""
+        ...
+
+    def attributes_set(self, rel: str) -> None:
+        """The mode or owner of what is there was set."""
+        ...
+
     async def wait_file_replicated(self, rel: str, ino: int) -> None:
         """Until as many nodes as `replicas` says hold the file's bytes as they are now (fsync), or it is gone."""
         ...
@@ -200,6 +208,12 @@ class Alone:
         pass
 
     def sealed(self, rel: str, ino: int) -> None:
+        pass
+
+    async def flushed(self, rel: str, ino: int) -> None:
+        pass
+
+    def attributes_set(self, rel: str) -> None:
         pass
 
     async def wait_file_replicated(self, rel: str, ino: int) -> None:

@@ -75,6 +75,15 @@ class StepTracker(Protocol):
         """After a rename to `rel`: until the step that it completed is as durable as the settings ask."""
         ...
 
+    async def flushed(self, rel: str, nodeid: int) -> None:
+        """A program closed what may be the last handle for writing: other nodes should have the file by the time that
+        close(2) returns."""
+        ...
+
+    def attributes_set(self, rel: str | None) -> None:
+        """A program set the mode or owner of what is there."""
+        ...
+
     async def synced(self, rel: str, nodeid: int) -> None:
         """fsync: until the file is as durable as the settings ask."""
         ...
@@ -153,6 +162,12 @@ class NoSteps:
         pass
 
     async def wait_for_level(self, rel: str) -> None:
+        pass
+
+    async def flushed(self, rel: str, nodeid: int) -> None:
+        pass
+
+    def attributes_set(self, rel: str | None) -> None:
         pass
 
     async def synced(self, rel: str, nodeid: int) -> None:

@@ -243,6 +243,9 @@ class Steps:
         generations.drop_stale_markers(self.registry, record, where.inner)
         if not record.is_of_old_generation(where.inner):
             await self.registry.cluster.before_write(rel, _inode(self.registry.root / rel))
+            if record.is_complete and record.is_protected(where.inner, self.registry.rules):
+                # Another node completed the step meanwhile, with this very file.
+                return await self.before_write_open(rel, pid, truncate=truncate)
             return False
         generations.hide_markers(self.registry, record)
         return await generations.renew(self.registry, record, where.inner, truncate=truncate)
@@ -322,6 +325,14 @@ class Steps:
 
     async def wait_for_level(self, rel: str) -> None:
         await wait_for_level(self.registry, rel)
+
+    async def flushed(self, rel: str, nodeid: int) -> None:
+        if self.registry.cluster.shares and rel and self.registry.names.locate(rel) is None:
+            await self.registry.cluster.flushed(rel, nodeid)
+
+    def attributes_set(self, rel: str | None) -> None:
+        if rel:
+            self.registry.cluster.attributes_set(rel)
 
     async def synced(self, rel: str, nodeid: int) -> None:
         await wait_for_file(self.registry, rel, nodeid)
