@@ -307,7 +307,8 @@ class ClusterTier:
 
     async def flushed(self, rel: str, ino: int) -> None:
         info = self._look(rel)
-        if info is None or info.st_ino != ino or not self.view.connected or self.hydration.is_stub(ino):
+        is_file = info is not None and stat.S_ISREG(info.st_mode) and info.st_ino == ino
+        if not is_file or not self.view.connected or self.hydration.is_stub(ino):
             return
         try:
             self.copies.seal(self.registry.root / rel, ino)

@@ -324,6 +324,7 @@ class Steps:
             self.registry.judge_soon(record)
 
     async def wait_for_level(self, rel: str) -> None:
+        await self.flushed(rel, _inode(self.registry.root / rel))
         await wait_for_level(self.registry, rel)
 
     async def flushed(self, rel: str, nodeid: int) -> None:
