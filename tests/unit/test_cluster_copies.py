@@ -12,7 +12,8 @@ import trio
 from tests.unit.step_driver import Driver
 from tierfs.checksum import checksum_fd
 from tierfs.cluster import offering
-from tierfs.cluster.copies import PULLING, Copies
+from tierfs.cluster.copies import Copies
+from tierfs.cluster.copy_index import PULLING
 from tierfs.cluster.versions import attribute, read_version, write_version
 from tierfs.errors import PeerLacks, PeerUnavailable
 from tierfs.hydrate.stubs import StubMark, remove_mark, write_mark

@@ -19,7 +19,7 @@ from typing import Protocol
 import trio
 
 from tierfs.checksum import CHUNK_BYTES, FileChecksum
-from tierfs.cluster.copies import PULLING
+from tierfs.cluster.copy_index import PULLING
 from tierfs.cluster.pieces import Piece, Pieces
 from tierfs.cluster.replica_room import ReplicaRoom
 from tierfs.cluster.versions import write_version
