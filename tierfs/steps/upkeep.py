@@ -143,8 +143,9 @@ class Upkeep:
             self.registry.judge_soon(record)  # judged while it changed: once more
         elif verdict.marker is not None:
             marker = self.registry.rules.match(verdict.marker)
-            if marker is not None and marker.kind == "dcp-per-rank" and record.idle_s < PER_RANK_SETTLE_S:
-                self._judge_later(record, PER_RANK_SETTLE_S)
+            settle_s = self._per_rank_settle_s()
+            if marker is not None and marker.kind == "dcp-per-rank" and record.idle_s < settle_s:
+                self._judge_later(record, settle_s - record.idle_s)
             elif not await commit_with_others(self.registry, record, marker=verdict.marker, named=verdict.named):
                 self._judge_later(record, self._look_at_others_in_s(record))
         elif manifest.note == MOVED_IN and not await self._is_dcp(record) and record.changes == changes:
@@ -161,6 +162,10 @@ class Upkeep:
         if not any(self.registry.rules.match(inner) for inner in list(record.manifest.files)):
             return Verdict(why_not=NO_MARKER)
         return judge(record, self.registry.rules)
+
+    def _per_rank_settle_s(self) -> float:
+        """Of other nodes only closed files are known, so a rank that still writes has to be waited for longer."""
+        return self.registry.settings.cluster.wait_s if self.registry.cluster.shares else PER_RANK_SETTLE_S
 
     def _look_at_others_in_s(self, record: StepRecord) -> float:
         """Soon at first, then seldom: a save that nobody ends is looked at as long as it is kept."""
