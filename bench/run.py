@@ -20,7 +20,16 @@ from typing import Any
 from measure import table
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("datapath", "ballast", "metadata_rates", "object_tier", "catalog", "cluster")
+BENCHMARKS = (
+    "datapath",
+    "ballast",
+    "metadata_rates",
+    "object_tier",
+    "catalog",
+    "cluster",
+    "transport_tcp",
+    "peer_hydration",
+)
 TIMEOUT_S = 480
 GOAL_MISSED = 3  # exit code of a benchmark that ran well and missed a goal
 
