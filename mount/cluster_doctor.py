@@ -94,6 +94,8 @@ def _listening(settings: Settings, whose: str, *, is_mounted: bool) -> Iterator[
             else:
                 advice = "a node or another program has it: several nodes on one machine need different ports"
                 yield Finding(check, WARN, f"{at} is in use", advice)
+        elif problem and is_mounted:
+            yield Finding(check, WARN, f"{at} is none of this machine's addresses, or of another network namespace's")
         elif problem:
             advice = "set cluster.listen to an address of this machine, or to :PORT for all of them"
             yield Finding(check, FAIL, f"{at} can't be listened at: {os.strerror(problem)}", advice)

@@ -145,6 +145,11 @@ def test_a_node_that_is_stopped_hands_over_what_only_it_holds(nodes: Cluster, ru
         (step / name).write_bytes(content(1, number, SIZES[number]))
     write_marker(step, 4)
     soon(lambda: latest(nodes[0], run) == "step_1", "it is complete", within_s=BOUND_S)
+    with subprocess.Popen([TIERFS, "drain", going.mountpoint], stderr=subprocess.PIPE, text=True) as draining:
+        soon(lambda: going.status()["cluster"]["draining"], "it drains, and has nobody to give anything to")
+        assert asked(going, "drain", going.mountpoint, "--stop")["stopped"]
+        assert draining.wait(20) == 1
+        assert draining.stderr is not None and "the node stays after all" in draining.stderr.read()
     going.heal()
     os.kill(going.daemon_pid(), signal.SIGTERM)
     # Its end may take longer: another mount namespace of the test's network may have a copy of the mount.

@@ -176,8 +176,9 @@ class ClusterOperations:
             if left.bytes > most.bytes or left.steps > most.steps:
                 most = left
 
-        async def work() -> None:
-            await self._tier.drain.drain(within_s=DRAIN_WITHIN_S if timeout_s is None else timeout_s, told=told)
+        async def work() -> Left:
+            within_s = DRAIN_WITHIN_S if timeout_s is None else timeout_s
+            return await self._tier.drain.drain(within_s=within_s, told=told)
 
         def report() -> dict[str, Any]:
             left = self._tier.drain.left or most
@@ -189,8 +190,7 @@ class ClusterOperations:
                 "path": left.paths[0] if left.paths else "",
             }
 
-        await reporting(work, report, progress)
-        left = self._tier.drain.left or Left()
+        left = await reporting(work, report, progress)
         paths = list(left.paths)
         if left.note and not paths and not left.is_nothing:
             paths = [left.note]
