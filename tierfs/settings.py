@@ -166,7 +166,15 @@ class DurabilitySettings:
         kind="choice",
         choices=("auto", "ram", "replica", "object"),
     )
-    timeout_s: float = setting(600.0, "How long the completing rename waits at most.", kind="duration")
+    timeout_s: float = setting(
+        600.0, "How long the completing rename waits for the object tier at most.", kind="duration"
+    )
+    replica_timeout_s: float = setting(
+        60.0,
+        "How long the completing rename, or fsync, waits for copies on other nodes at most: a node without room should "
+        "not hold up a training.",
+        kind="duration",
+    )
     strict: bool = setting(
         False,
         "What was not reached in time fails the rename with EIO. Otherwise the step goes on in the background, and "
@@ -278,7 +286,10 @@ class Settings:
 
     name: str = setting("", "The instance's name; by default made from the mount point.", kind="name")
     node: str = setting(
-        "", "This node's id in the object tier; by default its host name and the instance's name.", kind="name"
+        "",
+        "This node's id among other nodes and in the object tier, one that no other node has; by default its host name "
+        "and the instance's name.",
+        kind="name",
     )
     size: int = setting(
         0, "The RAM tier's size: bytes, or a percentage of memory (default 50%).", kind="share", least=MIB

@@ -21,7 +21,7 @@ from rig.plain_steps import MARKER, content, shard_names, write_marker, write_st
 pytestmark = pytest.mark.alone
 OPTIONS = {
     "durability_fsync": "replica",
-    "durability_timeout_s": "15",
+    "durability_replica_timeout_s": "15",
     "cluster_drain_on_stop": "on",
     "transfer_read_retry_for_s": "2",
 }

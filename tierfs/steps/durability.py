@@ -35,7 +35,8 @@ async def wait_for_level(registry: StepRegistry, rel: str) -> None:
         return
     durability = registry.settings.for_namespace(where.namespace).durability
     wanted = level_wanted(registry, record)
-    with trio.move_on_after(durability.timeout_s):
+    within_s = durability.replica_timeout_s if wanted == "replica" else durability.timeout_s
+    with trio.move_on_after(within_s):
         if wanted == "replica":
             await registry.cluster.wait_replicated(record)
         elif wanted == "object" and record.manifest.owed:
@@ -43,7 +44,7 @@ async def wait_for_level(registry: StepRegistry, rel: str) -> None:
         return
     place, goes_on = ("on other nodes", "copied") if wanted == "replica" else ("in the object tier", "sent")
     message = (
-        f"{record.rel} is complete in RAM, but not {place} within {format_duration(durability.timeout_s)}; "
+        f"{record.rel} is complete in RAM, but not {place} within {format_duration(within_s)}; "
         f"it goes on being {goes_on} (`tierfs status` says what it waits for)"
     )
     log.warning("%s", message, extra=registry.extra(record))
@@ -63,10 +64,11 @@ async def wait_for_file(registry: StepRegistry, rel: str, ino: int) -> None:
     durability = registry.settings.for_namespace(where.namespace).durability
     if durability.fsync != "replica":
         return
-    with trio.move_on_after(durability.timeout_s):
+    with trio.move_on_after(durability.replica_timeout_s):
         await registry.cluster.wait_file_replicated(rel, ino)
         return
-    message = f"{rel} is not on other nodes within {format_duration(durability.timeout_s)}; it goes on being copied"
+    within = format_duration(durability.replica_timeout_s)
+    message = f"{rel} is not on other nodes within {within}; it goes on being copied"
     log.warning("%s", message, extra={"namespace": where.namespace, "step": where.step, "file": where.inner})
     if durability.strict:
         raise LevelNotReached(message)
