@@ -11,7 +11,7 @@ from tierfs.units import format_duration, format_size
 INTRODUCTION = """\
 # Settings
 
-<!-- Made from tierfs/settings.py by `python -m mount.cli.reference > docs/settings.md`; don't edit it here. -->
+<!-- Made from tierfs/settings*.py by `python -m mount.cli.reference > docs/settings.md`; don't edit it here. -->
 
 Each setting can come from several places. The later one in this list wins:
 
@@ -76,6 +76,10 @@ SECTION_TITLES = {
     "persist": "Which steps go to the object tier",
     "transfer": "Transfers to and from the object tier",
     "s3": "S3",
+    "cluster": "Several nodes",
+    "etcd": "Access to etcd",
+    "replication": "Copies on other nodes",
+    "peer": "Transfers between nodes",
     "log": "Logs",
 }
 KIND_NAMES = {

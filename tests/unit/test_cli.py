@@ -19,6 +19,7 @@ from mount.cli import completion, reference
 from mount.cli.main import build_parser
 from mount.cli.tables import Cell, Column, Screen, render_table
 from tests.unit.canned_instance import CannedInstance, tierfs
+from tierfs.settings import setting_keys
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -160,6 +161,8 @@ def test_config_show_and_check(tmp_path: Path) -> None:
 def test_the_settings_reference_is_up_to_date() -> None:
     written = (ROOT / "docs/settings.md").read_text()
     assert written == reference.settings_reference(), "run `python -m mount.cli.reference > docs/settings.md`"
+    missing = [key.path for key in setting_keys() if f"### `{key.path}`" not in written]
+    assert not [path for path in missing if not path.startswith("debug_")], "give its section a title"
     assert "debug_crash_at" not in written
 
 
