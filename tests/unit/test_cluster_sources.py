@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from awscrt.checksums import crc64nvme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -86,13 +87,15 @@ class Others:
     faults: dict[str, str] = field(default_factory=dict)
     pulls: list[tuple[str, int, int]] = field(default_factory=list)
     checksums: Counter[str] = field(default_factory=Counter)
+    #: Each pull takes until all that can be asked for meanwhile was asked for.
+    slowly: bool = False
 
     async def pull(
         self, node: str, version: str, offset: int, length: int, fd: int, *, growing: bool = False, urgent: bool = False
     ) -> Pulled:
         assert urgent and not growing and version == VERSION
         self.pulls.append((node, offset, length))
-        await trio.lowlevel.checkpoint()
+        await (trio.testing.wait_all_tasks_blocked() if self.slowly else trio.lowlevel.checkpoint())
         self._fail(node)
         data = bytearray(DATA[offset : offset + length])
         if self.faults.get(node) == "wrong":
@@ -194,6 +197,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_bytes_come_from_all_holders_and_make_an_ordinary_file(tmp_path: Path) -> None:
     node = Node(tmp_path, checksum_known=False)
+    node.others.slowly = True
     async with node.running():
         assert await node.read(20 * MIB, 1000) == DATA[20 * MIB :][:1000]
         first = [(offset, length) for _, offset, length in node.others.pulls[:4]]

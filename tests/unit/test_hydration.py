@@ -350,6 +350,8 @@ async def _bounded(node: Node, operations: list[tuple[Any, ...]]) -> None:
 async def _model(node: Node, operations: list[tuple[Any, ...]]) -> None:
     pending: Iterator[tuple[Any, ...]] = iter([*operations, ("last", {})])
     restarting = True
+    #: What began while the object tier failed may still fail, and with it whoever waits for the same.
+    lingering = False
     while restarting:
         restarting = False
         node.order()
@@ -357,9 +359,12 @@ async def _model(node: Node, operations: list[tuple[Any, ...]]) -> None:
             await node.hydration.populate(node.record)
             for operation, faults, *given_ in pending:
                 wrong = {f"run/step_1/{inner} {at}": faults.get("wrong", 0) for inner in FILES for at in range(6)}
+                if operation == "last":
+                    await _settled(node)
+                lingering = lingering and _is_busy(node)
                 node.client.forget_faults()
                 node.order(corrupt=wrong, fail=[f"run/step_1/{inner}" for inner in FILES if "fails" in faults])
-                may_fail = bool(faults)
+                may_fail = lingering = bool(faults) or lingering
                 if operation == "restart":
                     restarting = True
                     break
@@ -389,12 +394,23 @@ async def _model(node: Node, operations: list[tuple[Any, ...]]) -> None:
                         for at in range(0, size, CHUNK):
                             await _checked(node, inner, at, CHUNK, may_fail=False)
         if restarting:
+            lingering = False
             node.handles.clear()
             node.restart()
             assert node.record.is_persisted
     for inner, entry in node.record.manifest.files.items():
         assert entry.checksum is not None, inner
         assert (entry.size_bytes, entry.ino) == (FILES[inner], node.path(inner).stat().st_ino)
+
+
+def _is_busy(node: Node) -> bool:
+    parts = (node.hydration.table.get(node.path(inner).stat().st_ino) for inner in FILES)
+    return any(part.fetches or part.filling or part.wants for part in parts if part is not None)
+
+
+async def _settled(node: Node) -> None:
+    while _is_busy(node):  # noqa: ASYNC110 - bounded by the caller
+        await trio.sleep(0.001)
 
 
 async def _read_one(node: Node, inner: str, offset: int, may_fail: bool) -> None:
