@@ -95,7 +95,10 @@ class Others:
     ) -> Pulled:
         assert urgent and not growing and version == VERSION
         self.pulls.append((node, offset, length))
-        await (trio.testing.wait_all_tasks_blocked() if self.slowly else trio.lowlevel.checkpoint())
+        if self.slowly:
+            await trio.testing.wait_all_tasks_blocked()
+        else:
+            await trio.lowlevel.checkpoint()
         self._fail(node)
         data = bytearray(DATA[offset : offset + length])
         if self.faults.get(node) == "wrong":

@@ -339,7 +339,7 @@ def test_steps_hold_their_promises_whatever_happens() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         StepMachine,
         settings=settings(
-            max_examples=5000 if SOAK else 150,
+            max_examples=5000 if SOAK else 50,
             stateful_step_count=50 if SOAK else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

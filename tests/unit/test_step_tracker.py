@@ -17,7 +17,7 @@ from step_driver import FILES, MARKER, Driver, Program, content, marker, until
 from tierfs.crash_points import POINTS, CrashPoints
 from tierfs.errors import CommitRefused, NotAStep, NotFound, PathRefused, SettingsError, StepBusy, TierfsError
 from tierfs.settings import Settings
-from tierfs.steps import commits
+from tierfs.steps import commits, upkeep
 from tierfs.steps import registry as registry_module
 from tierfs.steps.manifest import load_manifest, manifest_path
 
@@ -835,7 +835,8 @@ async def test_a_changed_file_gets_no_checksum_of_what_it_was(driver: Driver) ->
     assert driver.record(STEP).manifest.files["a"].checksum is None
 
 
-async def test_trash_and_old_generations_are_freed(driver: Driver) -> None:
+async def test_trash_and_old_generations_are_freed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "REST_S", 1.5)
     async with driver.running():
         for seed in (1, 2, 3):
             await driver.save(STEP, seed)
