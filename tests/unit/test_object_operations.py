@@ -30,6 +30,7 @@ from tierfs.errors import (
 from tierfs.hydrate.hydration import Hydration
 from tierfs.hydrate.source import ObjectSource
 from tierfs.objects.pool import WorkerPool
+from tierfs.persist import index, putting_off
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.importing import Importing
 from tierfs.persist.index import ObjectIndex
@@ -411,7 +412,11 @@ async def test_what_can_not_be_flushed_is_named_with_the_reason(tmp_path: Path, 
             await here.work.flush(["../run"], wait=False, progress=Told())
 
 
-async def test_drain_ends_with_what_is_left_when_the_store_is_away(tmp_path: Path, store: Path) -> None:
+async def test_drain_ends_with_what_is_left_when_the_store_is_away(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(putting_off, "FIRST_PAUSE_S", 1.5)
+    monkeypatch.setattr(index, "INDEX_WITHIN_S", 0.5)
     away = tmp_path / "away" / "store"
     async with node(tmp_path, away) as here:
         here.driver.registry.settings.transfer.retry_for_s = 0.1
