@@ -21,6 +21,7 @@ from tierfs.catalog.memory import MemoryServer, MemoryStore
 from tierfs.catalog.records import FileRecord, Holding, NodeRecord, Part, StepState, TreeRecord, from_bytes, to_bytes
 from tierfs.checksum import FileChecksum
 from tierfs.cluster.copies import Copies
+from tierfs.cluster.draining import Drain
 from tierfs.cluster.holdings import Holdings
 from tierfs.cluster.part_files import PartFiles
 from tierfs.cluster.replication import Replicator
@@ -45,6 +46,7 @@ class Network:
 
     nodes: dict[str, Node] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
+    stalled: set[str] = field(default_factory=set)  # they take what is asked and never answer
     spoil: Callable[[str, bytes], bytes] = lambda node, data: data
     sent: Counter[str] = field(default_factory=Counter)
     broken: trio.Event = field(default_factory=trio.Event)
@@ -63,6 +65,8 @@ class FakePeers:
         await trio.lowlevel.checkpoint()
         if node in self._network.down or self._me in self._network.down or node not in self._network.nodes:
             raise PeerUnavailable(f"{node} is not there")
+        if node in self._network.stalled:
+            await trio.sleep_forever()
         return self._network.nodes[node]
 
     async def pull(
@@ -169,11 +173,12 @@ class Node:
             self.driver.registry, self.view, self.peers, self.copies, self.holdings, self.parts, name
         )
         self.state = "serving"
+        self.free_bytes = 1 << 29
         network.nodes[name] = self
         self.scope = trio.CancelScope()
 
     async def join(self) -> None:
-        record = NodeRecord(self.name, (), f"tier-{self.name}", self.domain, 1 << 30, 1 << 29, state=self.state)
+        record = NodeRecord(self.name, (), f"tier-{self.name}", self.domain, 1 << 30, self.free_bytes, state=self.state)
         await self.store.put(keys.node_key(self.name), to_bytes(record))
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -193,6 +198,26 @@ class Node:
         self.network.down.add(self.name)
         self.network.break_connections()
         await self.store.delete(keys.node_key(self.name))
+
+    def drain(self, nursery: trio.Nursery) -> Drain:
+        def member_changed() -> None:
+            self.state = drain.state
+            nursery.start_soon(self.join)
+
+        drain = Drain(
+            self.driver.registry, self.view, self.peers, self.copies, self.replicator.groups, self.name,
+            member_changed=member_changed, is_persisted=lambda key: False,
+        )  # fmt: skip
+        return drain
+
+    def read_all(self, author: Node, inner: str, key: Key = KEY) -> str:
+        """A program read the file that the author wrote: its stub is whole, and has the version. Nobody is told."""
+        version = author.part(key)[inner].version
+        path = self.driver.root.joinpath(*key, inner)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(author.driver.root.joinpath(*key, inner).read_bytes())
+        self.copies.adopt(path, path.stat().st_ino, version)
+        return version
 
     def begin(self, inner: str, key: Key = KEY) -> Writing:
         return Writing(self, inner, key)

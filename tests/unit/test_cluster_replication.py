@@ -15,7 +15,7 @@ from tierfs.catalog import keys
 from tierfs.catalog.records import FileRecord, TreeRecord, from_bytes, to_bytes
 from tierfs.checksum import CHUNK_BYTES
 from tierfs.cluster import pulling, replication
-from tierfs.cluster.draining import Drain, Left
+from tierfs.cluster.draining import Left
 from tierfs.cluster.notices import Notices
 from tierfs.ram.tier import RamTier
 from tierfs.settings_cluster import ClusterSettings
@@ -218,16 +218,7 @@ async def test_a_drained_node_leaves_nothing_that_only_it_holds(tmp_path: Path) 
         await all_nodes.store.put(keys.tree_key("tables/words"), to_bytes(TreeRecord("file", "a", file=file)))
         told: list[Left] = []
         async with trio.open_nursery() as nursery:
-
-            def member_changed() -> None:
-                a.state = drain.state
-                nursery.start_soon(a.join)
-
-            drain = Drain(
-                a.driver.registry, a.view, a.peers, a.copies, a.replicator.groups, "a",
-                member_changed=member_changed, is_persisted=lambda key: False,
-            )  # fmt: skip
-            left = await drain.drain(within_s=15, told=told.append)
+            left = await a.drain(nursery).drain(within_s=15, told=told.append)
         assert left.is_nothing and told[-1] == left and told[0].note
         held = all_nodes.held()
         for author in "abc":

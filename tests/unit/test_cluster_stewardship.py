@@ -112,6 +112,36 @@ async def test_losing_nodes_takes_the_level_down_and_their_return_brings_it_back
         assert not any(each.wanted(KEY) for each in cluster.stewards.values()), "there is nobody to copy to"
 
 
+async def test_a_level_from_before_a_loss_is_not_believed_until_it_was_counted(clock: MockClock) -> None:
+    async with Cluster().running() as cluster:
+        await committed(cluster)
+        await put_holding(cluster.store, "n3", ("n1", "n2"))
+        await until(lambda: cluster.level == "replicated")
+        await until(lambda: all(view.states[KEY].record.level == "replicated" for view in cluster.views.values()))
+        assert all(each.is_believed(KEY) for each in cluster.stewards.values())
+        await put_node(cluster.store, "n4")
+        await trio.sleep(1)
+        began = trio.current_time()
+        await cluster.store.delete(keys.node_key("n4"))
+        told: list[bool] = []
+        for view, each in zip(cluster.views.values(), cluster.stewards.values(), strict=True):
+            await until(lambda view=view: "n4" not in view.nodes)
+            told.append(each.is_believed(KEY))
+        assert told == [False] * 3, "nobody knows what it held"
+        await until(lambda: all(each.is_believed(KEY) for each in cluster.stewards.values()), within_s=1)
+        await cluster.store.delete(keys.node_key("n3"))
+        await until(lambda: cluster.level == "complete")
+        assert trio.current_time() - began < 0.5, "the steward counts at once"
+        assert not any(each.is_believed(KEY) for each in cluster.stewards.values())
+        await trio.sleep(1)
+        assert not any(each.is_believed(KEY) for each in cluster.stewards.values())
+        for name in ("n1", "n2"):
+            await put_holding(cluster.store, name, ("n1", "n2"))
+        cluster.stewards["n1"].recount_soon(KEY)
+        await until(lambda: cluster.level == "replicated")
+        await until(lambda: all(each.is_believed(KEY) for each in cluster.stewards.values()), within_s=1)
+
+
 async def test_copies_on_a_node_that_drains_are_to_be_made_elsewhere(clock: MockClock) -> None:
     async with Cluster().running() as cluster:
         await committed(cluster)
@@ -168,6 +198,8 @@ def test_who_holds_which_bytes() -> None:
     assert holders(gone=Holding(2, ("n1", "n2"))).of(own) == {"n1"}
     assert not holders(n1=Holding(2, ("n1",))).has_lost_file()
     assert holders(n4=Holding(2, ("n2",))).copies()["n2+"] == {"n2"}, "additions may change: only versions count"
+    assert holders(n2=Holding(2, ("n2",))).copies()["n2+"] == {"n2"}, "what it added since is its own, too"
+    assert holders(n2=Holding(2, ())).copies()["n2+"] == set(), "its RAM was lost"
     several = holders(n1=Holding(2, ("n1", "n2"), ("n2/d1",)))
     assert missing_copies(several, serving=live, replicas=2) == {"n1": 1}
     assert missing_copies(several, serving=("n1",), replicas=2) == {}

@@ -1,7 +1,8 @@
 """Which nodes hold which bytes, and how many copies are missing. Pure.
 
 A node holds a sealed file when it wrote it, unless its Holding of that generation says otherwise (its RAM was lost, or
-it let go of it); when its Holding lists the part that the file is in; or when its Holding lists the file's version.
+it let go of it; a Holding that has the node's own part says nothing of files that were added later); when its Holding
+lists the part that the file is in; or when its Holding lists the file's version.
 Only live nodes count.
 """
 
@@ -36,11 +37,18 @@ class Holders:
     def of(self, file: FileRecord) -> set[str]:
         """Live nodes with the file's bytes."""
         found = set(self._of_version.get(file.version, ()))
-        if file.node in self._live and file.node not in self._current:
+        in_parts = self._files.parts_of_version.get(file.version, ())
+        if file.node in self._live and self._is_held_by_author(file, is_addition=not in_parts):
             found.add(file.node)
-        for part in self._files.parts_of_version.get(file.version, ()):
+        for part in in_parts:
             found |= self._of_part.get(part, set())
         return found
+
+    def _is_held_by_author(self, file: FileRecord, *, is_addition: bool) -> bool:
+        holding = self._current.get(file.node)
+        if holding is None:
+            return True
+        return is_addition and (file.node in holding.parts or file.node not in self._files.parts)
 
     def parts(self) -> Iterator[tuple[str, list[FileRecord]]]:
         """Each part with those files of it that the step holds; additions as NODE+. Parts without any are left out."""

@@ -35,6 +35,7 @@ def _copies(tier: ClusterTier, record: StepRecord, state: StepState | None) -> d
     wanted = min(replicas, max(1, len(tier.view.nodes)))
     if not record.is_complete:
         return {"state": "none", "wanted": wanted, "copies": 0}
-    if state is not None and state.level != "complete":
+    is_believed = state is None or state.level != "replicated" or tier.stewardship.is_believed(record.key)
+    if state is not None and state.level != "complete" and is_believed:
         return {"state": state.level, "wanted": wanted, "copies": wanted if state.level == "replicated" else 0}
     return {"state": "copying" if replicas > 1 else "none", "wanted": wanted, "copies": 1}

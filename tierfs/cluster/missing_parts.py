@@ -27,6 +27,9 @@ from tierfs.steps.registry import Key
 
 #: Who joins may be a daemon that was only started again: what it holds is told within this.
 JOINED_FOR_S = 1.0
+#: What was committed while a node drains, or is not yet copied from it, is looked at again after this, then half as
+#: often each time.
+DRAINED_AGAIN_S = 0.5
 #: In a large cluster not all nodes ask at the same moment; per member, at most.
 SPREAD_S = 0.005
 MOST_SPREAD_S = 10.0
@@ -75,6 +78,10 @@ class MissingParts:
         self._has_begun = False
         #: The object tier has the step. Then only the newest gets its copies back: a restart would load that one.
         self.is_persisted: Callable[[Key], bool] = lambda key: False
+        #: Parts are whole here, and the catalogue does not say so: told with the authors.
+        self.on_untold: Callable[[Key, set[str]], None] = lambda key, authors: None
+        #: How long was waited before a step was looked at again, of steps that are copied from nodes that drain.
+        self._pauses: dict[Key, float] = {}
         #: Just committed: the partners whose parts have to be here.
         self._fresh: dict[Key, set[str]] = {}
         #: When the step's copies are counted, by trio.current_time().
@@ -175,17 +182,27 @@ class MissingParts:
             holders, serving=[record.node for record in serving], replicas=self._groups.replicas(key[0])
         )
         if missing:
-            self._look(key, max(JOINED_FOR_S, self._after_s))
+            self._look(key, self._again_after_s(key))
+        else:
+            self._pauses.pop(key, None)
         whole = holders.copies()
         found = []
+        untold: set[str] = set()
         for part, count in sorted(missing.items()):
             author = part.removesuffix(ADDED)
             of_part = (files.added if part.endswith(ADDED) else files.parts)[author]
             shown = {inner: file for inner, file in of_part.items() if files.files.get(inner) == file}
             not_here = await self._not_here(shown)
-            needed = sum(file.size_bytes for _, file in not_here)
-            first = placement.candidates(key, part, serving, whole[part], needed_bytes=needed)[:count]
-            if self._node not in first:
+            if not not_here:
+                if self._node not in whole[part]:
+                    untold.add(author)
+                continue
+            # The whole part, whatever of it is here: all nodes have to come to the same answer.
+            needed = sum(file.size_bytes for file in shown.values())
+            able = placement.candidates(key, part, serving, whole[part], needed_bytes=needed)
+            if not able and is_newest:
+                able = placement.candidates(key, part, serving, whole[part], needed_bytes=0)  # others go for it
+            if self._node not in able[:count]:
                 continue
             for inner, file in not_here:
                 others = holders.of(file) - {self._node}
@@ -193,7 +210,21 @@ class MissingParts:
                     nodes = _ordered(file, author, *sorted(others, key=self._groups.is_draining))
                     at = tuple(node for node in nodes if node in others)
                     found.append(_missing(key, state, author, inner, file, at, is_of_newest=is_newest))
+        if untold:
+            self.on_untold(key, untold)
         return found
+
+    def _again_after_s(self, key: Key) -> float:
+        """When a step that has too few copies is looked at again."""
+        longest_s = max(JOINED_FOR_S, self._after_s)
+        if not self._is_any_draining():
+            return longest_s
+        pause = self._pauses.get(key, DRAINED_AGAIN_S)
+        self._pauses[key] = min(2 * pause, longest_s)
+        return min(pause, longest_s)
+
+    def _is_any_draining(self) -> bool:
+        return any(map(self._groups.is_draining, self._view.nodes))
 
     async def _not_here(self, files: Files) -> list[tuple[str, FileRecord]]:
         found = []
@@ -207,8 +238,8 @@ class MissingParts:
     def _state_seen(self, key: Key, change: Change) -> None:
         old, new = change.old, change.new
         if new is None:
-            self._fresh.pop(key, None)
-            self._look_at.pop(key, None)
+            for table in (self._fresh, self._look_at, self._pauses):
+                table.pop(key, None)
             return
         state: StepState = new.record
         is_other = (
@@ -218,7 +249,10 @@ class MissingParts:
             # Those that were partners while it was written; what others hold needs no asking.
             self._fresh[key] = set(self._groups.authors(key[0])) & state.parts.keys()
             self._wake()
-        if state.level == "complete" and (is_other or old is None or old.record.level != "complete"):
+        if self._is_any_draining():
+            # Replicated counts also the copies that are about to go.
+            self._look(key, DRAINED_AGAIN_S)
+        elif state.level == "complete" and (is_other or old is None or old.record.level != "complete"):
             self._look(key, self._after_s)
         elif state.level == "replicated" and not is_other:
             self._look_at.pop(key, None)
@@ -228,9 +262,10 @@ class MissingParts:
             for key in self._view.states:
                 self._look(key, self._after_s)
         elif self._groups.is_draining(change.key) and (change.old is None or change.old.record.state == SERVING):
+            self._pauses.clear()
             for key in self._view.states:
                 self._look(key, 0.0)
-        elif change.old is None:
+        elif change.old is None or change.old.record.state != change.new.record.state:
             for key, seen in self._view.states.items():
                 if seen.record.level == "complete":
                     self._look(key, JOINED_FOR_S)
@@ -238,7 +273,7 @@ class MissingParts:
     def _look(self, key: Key, after_s: float) -> None:
         if key not in self._view.states:
             return
-        if self._groups.replicas(key[0]) < 2 and not any(map(self._groups.is_draining, self._view.nodes)):
+        if self._groups.replicas(key[0]) < 2 and not self._is_any_draining():
             return
         spread = random.uniform(0.0, min(MOST_SPREAD_S, SPREAD_S * len(self._view.nodes)))
         at = trio.current_time() + after_s + spread

@@ -87,6 +87,7 @@ class Replicator:
             view, self.groups, parts, copies, node, after_s=settings.replication.after_s, wake=self._plan_soon
         )
         self._missing.is_persisted = self._is_persisted
+        self._missing.on_untold = holdings.copied
         self._means = Means(peers, copies, self.room, Streams(settings.peer.streams), registry.tier.trim)
         self.taking_over = TakingOver(view, copies, self.groups, self._means, node)
         self._pulls: dict[_Place, FilePull] = {}
@@ -334,6 +335,8 @@ class Replicator:
 
     def _want(self, missing: Missing) -> None:
         pull = self._pulls.get(missing.place)
+        if self._not_before.get(missing.place) == math.inf:
+            del self._not_before[missing.place]  # its size is known now, whether or not the offer came that says so
         if pull is not None and not pull.pieces.sealed and author_of(pull.version) == author_of(missing.version):
             self._seal(pull, missing.version, missing.size_bytes)  # the offer that says so was lost, or comes late
         elif pull is None or pull.version != missing.version:

@@ -3,6 +3,7 @@
 The steward counts who holds which part and puts what it finds into the step's state (`level`), by compare-and-put,
 so that two nodes that both take themselves for the steward do no harm. It looks when the state or the members change,
 when it is told to (`poke`), and again every few seconds as long as copies are missing; a replicated step costs nothing.
+From the loss of a node on, a level that was told before is not believed until it was counted (`is_believed`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MOST_LOOK_S = 3.0
 SETTLE_S = 0.05
 #: In steps of more parts than this only the steward counts: all holders reading all holdings is the square of them.
 SMALL_STEP_PARTS = 64
+#: A large step's steward has counted it so long after a node was lost.
+COUNTED_WITHIN_S = 5.0
 #: Steps with more files are counted in a thread: about 1 ms.
 INLINE_FILES = 300
 
@@ -72,6 +75,10 @@ class Stewardship:
         self._duties: dict[Key, _Duty] = {}
         self._wanted: dict[Key, dict[str, int]] = {}
         self._members_changed = True
+        #: Levels that were told before a node was lost, and when that was: nobody counted these steps here since.
+        self._doubted: dict[Key, float] = {}
+        self._to_check: set[Key] = set()
+        self._to_recount: set[Key] = set()
         #: Other nodes' steps of which this node told that it holds something.
         self._held_for_others: set[Key] = set()
         self._news = trio.Event()
@@ -89,6 +96,12 @@ class Stewardship:
                 await self._choose_stewards()
             if not self._view.connected:
                 await self._view.until(lambda: self._view.connected, within_s=60.0)
+                continue
+            if self._to_recount:
+                await self._recount(self._to_recount.pop())
+                continue
+            if self._to_check:
+                await self._check(self._to_check.pop())
                 continue
             if self._held_for_others:
                 await self._count_for_steward(self._held_for_others.pop())
@@ -112,6 +125,22 @@ class Stewardship:
             self._held_for_others.add(key)
             self._news.set()
 
+    def is_believed(self, key: Key) -> bool:
+        """Whether the step's level is as its steward says, though nodes were lost since.
+
+        What is not known is counted soon, so that it is known the next time that somebody asks; of a large step the
+        steward alone does that.
+        """
+        doubted_at = self._doubted.get(key)
+        if doubted_at is None or key not in self._view.states:
+            return True
+        if len(self._view.states[key].record.parts) > SMALL_STEP_PARTS:
+            return trio.current_time() - doubted_at > COUNTED_WITHIN_S
+        if key not in self._to_check:
+            self._to_check.add(key)
+            self._news.set()
+        return False
+
     def is_steward(self, key: Key) -> bool:
         return self._stewards.get(key) == self._node
 
@@ -127,6 +156,11 @@ class Stewardship:
         _, missing, _ = await self._count(key, seen)
         return missing
 
+    def recount_soon(self, key: Key) -> None:
+        """As `recount`, as soon as the catalogue can be reached."""
+        self._to_recount.add(key)
+        self._news.set()
+
     async def recount(self, key: Key) -> None:
         """A copy was given up: a replicated step's steward, whoever that is, shall count again. CatalogUnavailable."""
         seen = self._view.states.get(key)
@@ -139,6 +173,9 @@ class Stewardship:
     def _follow(self, change: Change) -> None:
         if change.kind == "node":
             old, new = change.old, change.new
+            if old is not None and (new is None or old.record.tier != new.record.tier):
+                now = trio.current_time()
+                self._doubted.update((key, now) for key in self._view.states)
             if old is None or new is None or (old.record.state, old.record.tier) != (new.record.state, new.record.tier):
                 self._members_changed = True
                 self._news.set()
@@ -151,8 +188,9 @@ class Stewardship:
 
     def _state_changed(self, key: Key, change: Change) -> None:
         if change.new is None:
-            for table in (self._stewards, self._duties, self._wanted):
+            for table in (self._stewards, self._duties, self._wanted, self._doubted):
                 table.pop(key, None)
+            self._to_check.discard(key)
             return
         if key not in self._stewards:
             self._choose(key, placement.winner(key, self._members))
@@ -216,10 +254,31 @@ class Stewardship:
         except CatalogError as error:
             log.info("could not count the copies of %s: %s", "/".join(key), error.message)
 
+    async def _recount(self, key: Key) -> None:
+        try:
+            await self.recount(key)
+        except CatalogError as error:
+            log.info("copies of %s are counted again later: %s", "/".join(key), error.message)
+            self._view.doubt()
+            self._to_recount.add(key)
+
+    async def _check(self, key: Key) -> None:
+        """For `is_believed`: what the steward would find."""
+        seen, doubted_at = self._view.states.get(key), self._doubted.get(key)
+        if seen is None or doubted_at is None:
+            return
+        try:
+            level, _, _ = await self._count(key, seen)
+        except CatalogError as error:
+            log.info("could not count the copies of %s: %s", "/".join(key), error.message)
+            return
+        if level == "replicated" and self._doubted.get(key) == doubted_at:
+            del self._doubted[key]
+
     async def _count_for_steward(self, key: Key) -> None:
         """Only upwards: what is lost or too few is for the steward to say."""
         seen = self._view.states.get(key)
-        if seen is None or seen.record.level != "complete":
+        if seen is None or seen.record.level == "replicated":
             return
         try:
             level, _, _ = await self._count(key, seen)

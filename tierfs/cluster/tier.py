@@ -37,6 +37,7 @@ from tierfs.cluster.publishing import Publisher
 from tierfs.cluster.putting_away import put_away_others
 from tierfs.cluster.removing import Removing
 from tierfs.cluster.replication import Replicator
+from tierfs.cluster.shelf_sweeping import author_of
 from tierfs.cluster.showing import Showing
 from tierfs.cluster.sources import Sources
 from tierfs.cluster.stewardship import Stewardship
@@ -93,9 +94,8 @@ class ClusterTier:
             streams=settings.peer.streams,
         )
         self.hydration = Hydration(registry, OwnFirst(self.sources, self.copies))
-        self.hydration.on_whole_version = lambda ino, path, version: self.copies.adopt(path, ino, version)
+        self.hydration.on_whole_version = self._copy_came
         self.hydration.version_of = self.copies.version_of
-        self.hydration.on_version_left = self._copy_left
 
         self.publisher = Publisher(registry, store, self.view, self.copies, node)
         self.agreement = Agreement(registry, self.view, self.publisher, self.copies, node)
@@ -140,8 +140,6 @@ class ClusterTier:
         self._join_wanted = trio.Event()
         #: Files outside of steps that were published at a close(2), by inode: size and time then.
         self._flushed: dict[int, tuple[int, int]] = {}
-        self._given_up: set[Key] = set()
-        self._nursery: trio.Nursery | None = None
         self._wire()
 
     def _wire(self) -> None:
@@ -157,7 +155,8 @@ class ClusterTier:
         self.showing.is_completing = self.publisher.is_completing
         self.showing.maker.mark_anew = lambda record: mark_anew(self.hydration.table, record)
         self.following.made_here = self.publisher.is_made_here
-        self.holdings.on_put = self._holding_put
+        self.holdings.on_put = self.stewardship.poke
+        self.holdings.on_less = self.stewardship.recount_soon
         self.replicator.taking_over.show = self.showing.place_tree
         self.replicator.on_arrived = partial(replace_stub, self.registry, self.showing)
 
@@ -185,7 +184,6 @@ class ClusterTier:
             await nursery.start(self.membership.run)
             nursery.start_soon(self._tell_room)
             await nursery.start(Notices(self.settings.cluster, self._noticed).run)
-            self._nursery = nursery
             task_status.started()
 
     async def leave(self) -> None:
@@ -458,26 +456,16 @@ class ClusterTier:
 
     def gave_up(self, key: Key) -> None:
         """Copies of the step's files were dropped here because they are damaged: it has to be counted again."""
-        self._given_up.add(key)
         self.holdings.changed(key)
 
-    def _holding_put(self, key: Key) -> None:
-        if key in self._given_up and self._nursery is not None:
-            self._given_up.discard(key)
-            self._nursery.start_soon(self._recount, key)
-        self.stewardship.poke(key)
-
-    async def _recount(self, key: Key) -> None:
-        try:
-            await self.stewardship.recount(key)
-        except CatalogError as error:
-            log.info("copies of %s are counted again later: %s", "/".join(key), error.message)
-            self._given_up.add(key)
-
-    def _copy_left(self, ino: int, version: str) -> None:
-        """A whole file became a stub: this node is no holder of its step's part any more."""
-        for key in self.registry.records:
-            self.holdings.changed(key)
+    def _copy_came(self, ino: int, path: Path, version: str) -> None:
+        """A stub is whole, since it was read: this node holds one more copy. OSError."""
+        self.copies.adopt(path, ino, version)
+        if not path.is_relative_to(self.registry.root):
+            return  # of a generation that is about to go
+        where = self.registry.names.locate(str(path.relative_to(self.registry.root)))
+        if where is not None and where.inner:
+            self.holdings.copied((where.namespace, where.step), [author_of(version)])
 
     def _look(self, rel: str) -> Any:
         try:
