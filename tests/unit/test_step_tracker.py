@@ -825,6 +825,18 @@ async def test_checksums_come_by_themselves_and_a_flipped_byte_is_found(driver: 
     assert entry.checksum is None, "what changed is not what was summed"
 
 
+async def test_checksums_come_also_after_a_time_in_which_nothing_happened(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "TICK_S", 0.05)
+    monkeypatch.setattr(upkeep, "REST_S", 0.05)
+    async with driver.running():
+        await rounds_of_upkeep(driver, monkeypatch)
+        await driver.save(STEP, 1)
+        files = driver.record(STEP).manifest.files
+        await until(lambda: all(entry.checksum for entry in files.values()), "all have checksums")
+
+
 async def test_a_changed_file_gets_no_checksum_of_what_it_was(driver: Driver) -> None:
     driver.mkdirs(STEP)
     await driver.write(f"{STEP}/a", b"one")
@@ -835,14 +847,25 @@ async def test_a_changed_file_gets_no_checksum_of_what_it_was(driver: Driver) ->
     assert driver.record(STEP).manifest.files["a"].checksum is None
 
 
+async def rounds_of_upkeep(driver: Driver, patch: pytest.MonkeyPatch) -> None:
+    """Waits until the upkeep has looked at all steps twice."""
+    rounds, look = [], driver.upkeep._round
+
+    async def counted() -> float:
+        rounds.append(await look())
+        return rounds[-1]
+
+    patch.setattr(driver.upkeep, "_round", counted)
+    await until(lambda: len(rounds) >= 2, "two rounds of the upkeep go by")
+
+
 async def test_trash_and_old_generations_are_freed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "REST_S", 1.5)
     async with driver.running():
         for seed in (1, 2, 3):
             await driver.save(STEP, seed)
         await until(lambda: not os.listdir(driver.tier.trash), "the trash is empty")
-        wake = driver.registry.wake
-        await until(lambda: driver.registry.wake is not wake, "a round of the upkeep goes by")
+        await rounds_of_upkeep(driver, monkeypatch)
         await driver.operations.remove(STEP, recursive=False)
         await until(lambda: not os.listdir(driver.tier.trash), "the trash is emptied at once", within_s=0.5)
     assert driver.old_generations() == []

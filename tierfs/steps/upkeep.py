@@ -81,7 +81,8 @@ class Upkeep:
         while True:
             with trio.move_on_after(wait_s):
                 await self.registry.wake.wait()
-            self.registry.wake = trio.Event()
+            if self.registry.wake.is_set():  # else somebody waits for it: a new one would leave him waiting for good
+                self.registry.wake = trio.Event()
             wait_s = await self._round()
 
     async def _round(self) -> float:
