@@ -325,7 +325,8 @@ class Operations:
     async def _populate(self, rel: str) -> None:
         """Makes the stubs of what is looked into, of the object tier and of other nodes, as the file system does."""
         if self._registry.cluster.shares:
-            await self._registry.cluster.show(rel)
+            if rel:  # the mount's root is always there
+                await self._registry.cluster.show(rel)
             if (self._registry.root / rel).is_dir():
                 await self._registry.cluster.show_listing(rel)
         where = self._registry.names.locate(rel)

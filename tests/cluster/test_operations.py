@@ -76,6 +76,8 @@ def test_prefetch_brings_the_files_that_a_rank_will_load(nodes: Cluster, run: st
     assert asked(nodes[0], "wait", nodes[0].mountpoint / step, "--level", "replica", "--timeout", "20")["reached"]
     wait_latest(nodes.nodes, "step_1", run)
     reader, _ = nodes.others(nodes[0], partner_of(nodes, nodes[0]))
+    top = {each["name"] for each in asked(reader, "ls", reader.mountpoint)["entries"]}
+    assert run.partition("/")[0] in top, "`ls` of the mount itself looks at what others have, too"
     here, names = reader.mountpoint / step, shard_names(4)
     told = reader.step("step_1", run)
     assert (told["level"], told["files"], told["bytes"]) == ("replica", 5, sum(SIZES) + (here / MARKER).stat().st_size)
