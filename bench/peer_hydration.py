@@ -17,7 +17,6 @@ import os
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -43,7 +42,8 @@ from tierfs.settings import RamSettings, Settings
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.transport.peers import Offer
 from tierfs.transport.tcp import TcpPeers, TcpServer
-from transport_tcp import ASKER, BARE_PORT, HOLDER, HOLDER_ADDRESS, MIB, VERSION, own_cpu_s, receive_bare
+from transport_tcp import ASKER, BARE_PORT, HOLDER, MIB, VERSION, own_cpu_s, receive_bare
+from two_nodes import HOLDER_ADDRESS, Side, tmpfs, two_namespaces
 
 READ_BYTES = 128 << 10
 WITHIN_S = 60
@@ -172,48 +172,16 @@ def ask(directory: Path) -> None:
     trio.run(serve)
 
 
-class Side:
-    """One of the two processes, in its namespace."""
-
-    def __init__(self, role: str, namespace: str, directory: Path) -> None:
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, __file__, "--role", role, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a process of the benchmark ended early; see above")
-        return line
-
-    def write(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text + "\n")
-        self._process.stdin.flush()
-
-    def tell(self, text: str) -> str:
-        self.write(text)
-        return self.line()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def measure(size_mib: int, rounds: int) -> list[Row]:
     figures: dict[str, list[tuple[float, float, float]]] = {"hydrate": [], "bare": []}
     with contextlib.ExitStack() as stack:
-        holding, asking = stack.enter_context(transport_tcp.two_namespaces())
-        directory = stack.enter_context(transport_tcp.tmpfs((3 * size_mib + 256) * MIB))
+        holding, asking = stack.enter_context(two_namespaces())
+        directory = stack.enter_context(tmpfs((3 * size_mib + 256) * MIB))
         prepare(directory, size_mib)
-        holder = Side("hold", holding, directory)
+        holder = Side(__file__, "hold", holding, directory)
         stack.callback(holder.end)
         summed = holder.line().strip()
-        asker = Side("ask", asking, directory)
+        asker = Side(__file__, "ask", asking, directory)
         stack.callback(asker.end)
         asker.write(summed)
         for turn in range(rounds + 1):
@@ -232,6 +200,7 @@ def measure(size_mib: int, rounds: int) -> list[Row]:
         pair(f"hydrate {size_mib} MiB from a node", "GiB/s", list(gib_s), "bare loop", list(bare_gib_s), ">= 0.9"),
         pair("CPU of both nodes, hydrating", "s/GiB", list(cpu_s_gib), "bare loop", list(bare_cpu)),
         Row("first bytes of a stub, median", "ms", statistics.median(first_ms), goal="<= 50"),
+        Row("first bytes of a stub, the slowest", "ms", max(first_ms)),
     ]
 
 

@@ -11,19 +11,15 @@ run.py, or alone, as root, with ip and openssl:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import mmap
 import os
 import resource
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -36,10 +32,10 @@ from tierfs.settings import Settings
 from tierfs.transport.peers import MOST_PULL_BYTES, Offer
 from tierfs.transport.tcp import TcpPeers, TcpServer
 from transport.certificates import Authority
+from two_nodes import HOLDER_ADDRESS, Side, tmpfs, two_namespaces
 
 MIB = 1 << 20
 HOLDER, ASKER = "holder", "asker"
-HOLDER_ADDRESS, ASKER_ADDRESS = "10.237.11.1", "10.237.11.2"
 BARE_PORT, PORT, TLS_PORT = 7200, 7117, 7118
 VERSION = f"{HOLDER}/ab"
 RECEIVE_BYTES = 4 * MIB
@@ -175,72 +171,6 @@ async def pull(peers: TcpPeers, fd: int, size: int, streams: int) -> None:
 # --- around them
 
 
-@contextlib.contextmanager
-def two_namespaces() -> Iterator[tuple[str, str]]:
-    """Joined by a veth pair; both are gone afterwards."""
-    names = tuple(f"tierfs-bench-{os.getpid()}-{which}" for which in "ab")
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("-n", names[0], "link", "add", "veth0", "type", "veth", "peer", "name", "veth0", "netns", names[1])
-        for name, address in zip(names, (HOLDER_ADDRESS, ASKER_ADDRESS), strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "veth0")
-            ip("-n", name, "link", "set", "veth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
-
-
-@contextlib.contextmanager
-def tmpfs(size_bytes: int) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="tierfs-bench-"))
-    try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"huge=always,size={size_bytes},mode=700", "bench", directory], check=True
-        )
-        try:
-            yield directory
-        finally:
-            subprocess.run(["umount", "-l", directory], check=True)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-class Side:
-    """One of the two processes, in its namespace."""
-
-    def __init__(self, role: str, namespace: str, directory: Path) -> None:
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, __file__, "--role", role, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a process of the benchmark ended early; see above")
-        return line
-
-    def tell(self, text: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text + "\n")
-        self._process.stdin.flush()
-        return self.line()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def measure(size_mib: int, rounds: int, only: str) -> list[Row]:
     ways = {
         "secret, 1 stream": "secret 1",
@@ -251,10 +181,10 @@ def measure(size_mib: int, rounds: int, only: str) -> list[Row]:
     ways = {way: order for way, order in ways.items() if way.startswith(only)} | {"bare": "bare"}
     with two_namespaces() as (holding, asking), tmpfs((2 * size_mib + 64) * MIB) as directory:
         prepare(directory, size_mib)
-        sides = [Side("hold", holding, directory)]
+        sides = [Side(__file__, "hold", holding, directory)]
         try:
             assert sides[0].line() == "ready\n"
-            sides.append(Side("ask", asking, directory))
+            sides.append(Side(__file__, "ask", asking, directory))
             figures: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for turn in range(rounds + 1):
                 for way, order in list(ways.items())[:: 1 if turn % 2 else -1]:
