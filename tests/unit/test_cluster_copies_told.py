@@ -121,6 +121,33 @@ async def test_a_drain_ends_when_nobody_can_take_what_is_left(tmp_path: Path, mo
                 assert not (await a.drain(nursery).drain(within_s=60)).is_nothing
 
 
+async def test_what_grows_is_copied_to_its_end_though_a_node_that_joins_changes_who_holds_whose_copies(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, with_replication(after_s=60)) as all_nodes:
+        nodes = {name: await all_nodes.add(name, name) for name in "abcd"}
+        await all_nodes.make()
+        (before,) = nodes["a"].replicator.groups.partners("a", 2)
+        file = nodes["a"].begin("a.distcp")
+        file.write(b"1" * MIB, 0)
+        with trio.fail_after(10):
+            await nodes["a"].replicator.wait_growing(KEY[0], file.ino)
+        sent = all_nodes.network.sent["a"]
+        joined = await all_nodes.add("aa", "aa")
+        assert before not in joined.replicator.groups.partners("a", 2)
+        file.write(b"2" * MIB, MIB)
+        version = file.seal()
+        await eventually(lambda: nodes[before].shelf() == {version: b"1" * MIB + b"2" * MIB})
+        after = [each for each in all_nodes.running() if each.name in joined.replicator.groups.partners("a", 2)]
+        await eventually(lambda: all(version in each.shelf() for each in after))
+        assert all_nodes.network.sent["a"] == sent + MIB + len(after) * 2 * MIB, "what was there was not sent again"
+        await all_nodes.commit()
+        await eventually(lambda: sum("a" in held for held in all_nodes.held().values()) == 2 + len(after))
+        later = nodes["a"].write("b.distcp", b"later", SECOND)
+        await eventually(lambda: all(later in each.shelf(SECOND) for each in after))
+        assert nodes[before].shelf(SECOND) == {}
+
+
 async def test_a_partner_that_stalls_holds_an_fsync_up_for_as_long_as_is_set(tmp_path: Path) -> None:
     settings = with_replication()
     settings.durability = replace(settings.durability, fsync="replica", strict=True, replica_timeout_s=0.5)

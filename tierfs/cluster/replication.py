@@ -150,10 +150,12 @@ class Replicator:
         async with trio.open_nursery() as nursery:
             while True:
                 self._regrouped = trio.Event()
-                wanted = self.groups.all_authors()
+                if self.groups.is_draining(self._node):  # it takes nothing more, and hears of no seal
+                    for place in [place for place, pull in self._pulls.items() if not pull.pieces.sealed]:
+                        self._stop(place)
+                wanted = self.groups.all_authors() | self._growing_authors()
                 for author in sorted(subscribed.keys() - wanted):
                     subscribed.pop(author).cancel()
-                    self._leave(author)
                 for author in sorted(wanted - subscribed.keys()):
                     subscribed[author] = trio.CancelScope()
                     nursery.start_soon(self._subscribe, author, subscribed[author])
@@ -175,12 +177,10 @@ class Replicator:
                 await trio.sleep(pause)
                 pause = min(2 * pause, MOST_PAUSE_S)
 
-    def _leave(self, author: str) -> None:
-        """Others hold copies of its files now; nobody here would hear of their seal. One that was lost may come back:
-        its pulls end by themselves."""
-        for place, pull in list(self._pulls.items()):
-            if place[1] == author and author in self._view.nodes and not pull.pieces.sealed:
-                self._stop(place)
+    def _growing_authors(self) -> set[str]:
+        """What was begun is copied to its end, whoever holds the author's next files: so no step is later replicated
+        for a node that came or went while it was written. What a node that is lost was writing ends by itself."""
+        return {place[1] for place, pull in self._pulls.items() if not pull.pieces.sealed}
 
     def _offered(self, author: str, offer: Offer) -> None:
         try:
@@ -188,12 +188,13 @@ class Replicator:
         except (PathRefused, RecordDamaged) as error:
             log.warning("%s offers what can't be: %s", author, error)
             return
-        if author not in self.groups.authors(key[0]) or self.groups.is_draining(self._node):
+        place = key, author, offer.inner
+        is_of_partner = author in self.groups.authors(key[0]) or place in self._pulls
+        if not is_of_partner or self.groups.is_draining(self._node):
             return
         state = self._view.states.get(key)
         if state is not None and state.record.generation > offer.generation:
             return
-        place = key, author, offer.inner
         pull = self._pulls.get(place)
         if pull is not None and pull.version not in (offer.version, offer.growing):
             self._stop(place)  # written again
@@ -249,6 +250,7 @@ class Replicator:
     def _seal(self, pull: FilePull, version: str, size_bytes: int) -> None:
         pull.seal(version, size_bytes)
         self._sealed[version] = pull
+        self._regrouped.set()  # its author may have been listened to for this alone
 
     async def _bring(self, place: _Place, pull: FilePull, generation: int, holders: Sequence[str]) -> None:
         key, author, inner = place
@@ -267,6 +269,7 @@ class Replicator:
             if is_current:
                 del self._pulls[place]
                 self._planned.pop(place, None)
+                self._regrouped.set()
         if is_whole:
             self._came(place, pull.version, generation)
             self.on_arrived(key, pull.inner, pull.version)
