@@ -24,8 +24,12 @@ from rig.network import enter
 
 COLLECTIVE_TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
+# The last ones are what the first DTensor imports: a second of each rank's time.
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"]
+    [
+        *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"),
+        *("numpy.random", "torch._dynamo"),
+    ]
 )
 
 
