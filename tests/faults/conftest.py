@@ -29,4 +29,4 @@ def instance(scratch: Path) -> Iterator[Instance]:
 @pytest.fixture
 def moments() -> int:
     """How many random moments to kill at. `make soak` asks for 100."""
-    return int(os.environ.get("TIERFS_KILLS", "12"))
+    return int(os.environ.get("TIERFS_KILLS", "6"))

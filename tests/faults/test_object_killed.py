@@ -27,7 +27,7 @@ SIZE = 40 * MIB  # one shard of three parts
 @pytest.fixture
 def kills() -> int:
     """How many random moments to kill at, for each kind of victim. `make soak` asks for 50."""
-    return int(os.environ.get("TIERFS_KILLS", "8")) // 2
+    return int(os.environ.get("TIERFS_KILLS", "4")) // 2
 
 
 VICTIMS = {"daemon and keeper": kill_keeper_and_daemon, "daemon": kill_daemon, "worker": kill_worker}

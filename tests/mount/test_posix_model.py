@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from mount import syscalls
 from tests.mount.conftest import Mounted
 
-EXAMPLES = int(os.environ.get("TIERFS_MODEL_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("TIERFS_MODEL_EXAMPLES", "25"))
 STEPS = 40
 
 NAMES = ["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "f", "f/a", "é☃", "x" * 200]
