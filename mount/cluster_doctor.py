@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mount.cluster_check import cannot_listen
 from mount.doctor import FAIL, OK, WARN, Finding
 from tierfs.catalog.keys import NODES
 from tierfs.catalog.records import NodeRecord, from_bytes
@@ -87,7 +87,7 @@ def _listening(settings: Settings, whose: str, *, is_mounted: bool) -> Iterator[
         return
     for host, port in wanted:
         at = f"{whose}{join_address(host, port)}"
-        problem = _cannot_listen(host, port)
+        problem = cannot_listen(host, port)
         if problem == errno.EADDRINUSE:
             if is_mounted:
                 yield Finding(check, OK, f"{at}: this node listens there")
@@ -101,24 +101,6 @@ def _listening(settings: Settings, whose: str, *, is_mounted: bool) -> Iterator[
             yield Finding(check, FAIL, f"{at} can't be listened at: {os.strerror(problem)}", advice)
         else:
             yield Finding(check, OK, f"{at} can be listened at")
-
-
-def _cannot_listen(host: str, port: int) -> int:
-    """errno; 0 where it can."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError:
-        return errno.EADDRNOTAVAIL
-    try:
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen(1)
-    except OSError as error:
-        return error.errno or errno.EADDRNOTAVAIL
-    return 0
 
 
 # --- the catalogue and the other nodes
@@ -199,7 +181,7 @@ def _etcd(found: _Cluster, whose: str) -> Iterator[Finding]:
             "start etcd with --auto-compaction-retention 1h; `etcdctl compact` and `etcdctl defrag` help now",
         )
         return
-    yield Finding("etcd", OK, text, "start etcd with --auto-compaction-retention 1h, or it grows with every change")
+    yield Finding("etcd", OK, text)
 
 
 def _nodes(settings: Settings, found: _Cluster, whose: str, node: str) -> Iterator[Finding]:

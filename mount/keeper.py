@@ -141,7 +141,7 @@ class Keeper:
                 if failed_starts >= _MOST_FAILED_STARTS and (failing_s >= _PATIENCE_S or not self._announced):
                     log.critical(
                         "given up: the daemon died %d times in a row as it started. %s is unmounted; what is in "
-                        "the RAM tier stays. The reason is in the lines above",
+                        "the RAM tier stays. The reason is in daemon.log, or in the lines above",
                         failed_starts,
                         self._record.mountpoint,
                     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mount import kernel_mount
+from mount.cluster_check import check_cluster, check_listening
 from mount.processes import package_environment
 from mount.runtime import (
     Instance,
@@ -46,6 +47,7 @@ READY_WITHIN_S = 30.0
 SENDING_ENDS_WITHIN_S = 10.0
 """How long a daemon whose mount is gone may take to leave what is owed to the next one."""
 _TAIL_LINES = 15
+_DAEMON_TAIL_LINES = 3
 
 UNPRIVILEGED_LIMITS = (
     "mounted without root: no kernel passthrough, no ballast and no size limit of its own (the RAM tier is a plain "
@@ -96,7 +98,7 @@ def prepare_mount(
     settings = load_settings(config, os.environ, options, flags or {}, default_name=instance_name(place))
     instance = Instance(Path(os.path.realpath(settings.runtime_dir or default_parent())) / settings.name)
     _check_object_tier(settings)
-    notes = [*settings.warnings]
+    notes = [*settings.warnings, *filter(None, [check_cluster(settings)])]
     may_send = is_running(instance) and is_unmounted(instance) and has_object_tier(instance)
     if may_send and end_sending(instance, within_s=SENDING_ENDS_WITHIN_S):
         notes.append("the last daemon still sent steps to the object tier; this one goes on with what is owed")
@@ -114,6 +116,7 @@ def prepare_mount(
         running = settings_from_json(instance.settings.read_text())
         return Prepared(instance, running, before, True, tuple(notes))
 
+    check_listening(settings)
     if settings.size > (memory := total_memory_bytes()):
         notes.append(
             f"the RAM tier of {format_size(settings.size)} is larger than the memory there is, {format_size(memory)}: "
@@ -216,6 +219,8 @@ def start_detached(
     """
     instance = prepared.instance
     log_path = log_directory(instance, prepared.settings) / "keeper.log"
+    daemon_log = log_path.with_name("daemon.log")
+    daemon_log_start = daemon_log.stat().st_size if daemon_log.exists() else 0
     log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     reading, writing = os.pipe2(os.O_CLOEXEC)
     command = [sys.executable, "-m", "mount.keeper", str(instance.directory)]
@@ -242,7 +247,10 @@ def start_detached(
         if "error" in said:
             with suppress(subprocess.TimeoutExpired):
                 keeper.wait(10)
-            raise LaunchFailed(said["error"], log_path=log_path, log_tail=_tail(log_path, log_start))
+            tail = _tail(log_path, log_start)
+            if why := _tail(daemon_log, daemon_log_start, lines=_DAEMON_TAIL_LINES):
+                tail += f"\nand of {daemon_log}:\n{why}"
+            raise LaunchFailed(said["error"], log_path=log_path, log_tail=tail)
         keeper.returncode = 0  # it lives on; keeps subprocess from warning that nobody waited for it
     with suppress(OSError, ValueError):
         told: dict[str, Any] = json.loads(instance.daemon_ready.read_text())
@@ -280,9 +288,9 @@ def _hear_report(fd: int, timeout_s: float) -> dict[str, Any] | None:
     return said
 
 
-def _tail(path: Path, start: int) -> str:
+def _tail(path: Path, start: int, *, lines: int = _TAIL_LINES) -> str:
     with suppress(OSError), open(path, "rb") as file:
         file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
+        written = file.read().decode(errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in written[-lines:])
     return ""

@@ -8,6 +8,8 @@ from typing import Any
 
 import trio
 
+from tierfs.errors import TierfsError
+
 log = logging.getLogger("tierfs.daemon")
 
 PAUSE_S = 10.0
@@ -25,19 +27,40 @@ async def run_again(
 ) -> None:
     """Start the parts (each as `nursery.start` wants it), one after the other, and all of them again when one fails.
 
-    What failed is nobody's mistake but ours, so it is logged with its traceback; `failed` gets a sentence for people.
+    A TierfsError (an address that another program has) is logged once, in its own words. Anything else is nobody's
+    mistake but ours, and is logged with its traceback. `failed` gets a sentence for people.
     Runs until cancelled. A save in RAM must not suffer from what goes wrong on the way to the object tier.
     """
+    logged = ""
     while True:
         try:
             async with trio.open_nursery() as nursery:
                 for part in parts:
                     await nursery.start(part)
                 started()
-        except Exception:
-            message = (
-                f"{what} failed in a way that nobody thought of, and is begun again in {pause_s:.0f} s; see the log"
-            )
-            log.exception("%s", message)
+        except Exception as error:
+            if reasons := _told(error):
+                message = f"{what} can't run: {'; '.join(reasons)}. It is tried again every {pause_s:.0f} s"
+                if message != logged:
+                    log.error("%s", message)
+                logged = message
+            else:
+                message = (
+                    f"{what} failed in a way that nobody thought of, and is begun again in {pause_s:.0f} s; see the log"
+                )
+                log.exception("%s", message)
             failed(message)
         await trio.sleep(pause_s)
+
+
+def _told(error: BaseException) -> list[str]:
+    """What the errors say to people; empty where one of them is none that was foreseen."""
+    if isinstance(error, TierfsError):
+        return [error.message]
+    told: list[str] = []
+    for part in getattr(error, "exceptions", ()):
+        said = _told(part)
+        if not said:
+            return []
+        told += [each for each in said if each not in told]
+    return told

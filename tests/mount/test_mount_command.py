@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,23 @@ def refused(real: Rig, *options: str) -> str:
     assert done.returncode in (1, 2), done.stdout
     assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr, done.stderr
     return done.stderr
+
+
+def test_a_cluster_that_this_node_can_not_be_in_is_refused_before_anything_starts(real: Rig, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("short")
+    secret.chmod(0o644)
+    catalog = "catalog=etcd://127.0.0.1:1"
+    assert "mode 644): chmod 600 it" in refused(real, f"{catalog},cluster.secret_file={secret}")
+    secret.chmod(0o600)
+    assert "must hold 16 to 4096 bytes" in refused(real, f"{catalog},cluster.secret_file={secret}")
+    assert "set cluster.secret_file" in refused(real, f"{catalog},cluster.listen=10.0.0.1:7117")
+    assert "etcd.ca" in refused(real, f"{catalog},cluster.listen=:0,etcd.ca={tmp_path}/none")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused(real, f"{catalog},cluster.listen=127.0.0.1:{port}")
+    assert f"another program listens at 127.0.0.1:{port}" in said and f"cluster.listen=:{port + 1}" in said
+    assert not real.instance.directory.exists()
 
 
 def test_mounts_keep_their_files_over_an_umount_until_they_are_discarded(real: Rig) -> None:

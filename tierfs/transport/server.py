@@ -52,7 +52,7 @@ class TcpServer:
         self._node = node
         self._stall_s = settings.peer.stall_s
         self._credentials = Credentials(settings.cluster)
-        self._where = _where_to_listen(settings, self._credentials)
+        self._where = where_to_listen(settings, self._credentials)
         self._tickets = Tickets()
         self._streams = trio.CapacityLimiter(settings.peer.serve_streams)
         self._most = max(_LEAST_CONNECTIONS, settings.peer.serve_streams * _CONNECTIONS_A_STREAM)
@@ -337,7 +337,7 @@ def _name_of(plain: socket.socket) -> str:
         return "a node that is gone again"
 
 
-def _where_to_listen(settings: Settings, credentials: Credentials) -> list[tuple[str, int]]:
+def where_to_listen(settings: Settings, credentials: Credentials) -> list[tuple[str, int]]:
     """Loopback addresses only, where nothing says who may be let in."""
     where = split_setting(settings.cluster.listen, "cluster.listen")
     if not where:
