@@ -12,7 +12,7 @@ import trio
 
 from tests.unit.replica_nodes import KEY, Cluster, Node, cluster, eventually, with_replication
 from tierfs.catalog import keys
-from tierfs.catalog.records import Holding, StepState, from_bytes, to_bytes
+from tierfs.catalog.records import Holding, Level, StepState, from_bytes, to_bytes
 from tierfs.cluster import draining
 from tierfs.errors import LevelNotReached
 from tierfs.steps.durability import wait_for_file
@@ -77,12 +77,44 @@ async def test_who_lets_go_of_copies_has_the_step_counted_again_also_after_it_lo
         await eventually(lambda: less == [KEY, KEY] and all_nodes.held()[other.name] == ())
 
 
+async def test_copies_of_an_evicted_step_come_back_by_themselves_only_of_the_newest(tmp_path: Path) -> None:
+    """It is in the object tier: what a restart would load comes back to RAM, the rest when somebody reads it."""
+    async with cluster(tmp_path, with_replication(after_s=0.1)) as all_nodes:
+        author, partner, _ = await of_four(all_nodes)
+        for node in all_nodes.running():
+            node.replicator._missing.is_persisted = lambda key: True
+        partner.replicator.forget(KEY)
+        await put_level(all_nodes, KEY, "replicated")
+        await put_level(all_nodes, KEY, "complete")  # as the steward says, who is told to count again
+        await eventually(lambda: sum("a" in parts for parts in all_nodes.held().values()) == 2)
+        await all_nodes.make(SECOND)
+        author.write("a1.distcp", b"newer", SECOND)
+        await all_nodes.commit(SECOND, generation=2)
+        await eventually(lambda: sum("a" in parts for parts in all_nodes.held(SECOND).values()) == 2)
+        for node in all_nodes.running():
+            if node is not author:
+                node.replicator.forget(KEY)
+        await eventually(lambda: sum("a" in parts for parts in all_nodes.held().values()) == 1)
+        sent = all_nodes.network.sent["a"]
+        await put_level(all_nodes, KEY, "replicated")
+        await put_level(all_nodes, KEY, "complete")
+        await eventually(lambda: all(not node.replicator._missing.due() for node in all_nodes.running()))
+        await eventually(lambda: all(node.replicator._missing.next_at() > 1e9 for node in all_nodes.running()))
+        assert sum("a" in parts for parts in all_nodes.held().values()) == 1 and all_nodes.network.sent["a"] == sent
+
+
+async def put_level(all_nodes: Cluster, key: Key, level: Level) -> None:
+    name = keys.state_key(*key)
+    state = from_bytes(StepState, all_nodes.server.keys[name].value)
+    revision = await all_nodes.store.put(name, to_bytes(replace(state, level=level)))
+    for node in all_nodes.running():
+        await eventually(lambda node=node: node.view.revision >= revision)
+
+
 async def commit_at_once_replicated(all_nodes: Cluster, key: Key) -> None:
     """As a steward that counts before others look: the copies on nodes that drain count, too."""
     await all_nodes.commit(key)
-    name = keys.state_key(*key)
-    state = from_bytes(StepState, all_nodes.server.keys[name].value)
-    await all_nodes.store.put(name, to_bytes(replace(state, level="replicated")))
+    await put_level(all_nodes, key, "replicated")
 
 
 async def test_what_is_written_on_a_drained_node_leaves_it_too(tmp_path: Path) -> None:
@@ -131,7 +163,7 @@ async def test_what_grows_is_copied_to_its_end_though_a_node_that_joins_changes_
         file = nodes["a"].begin("a.distcp")
         file.write(b"1" * MIB, 0)
         with trio.fail_after(10):
-            await nodes["a"].replicator.wait_growing(KEY[0], file.ino)
+            await nodes["a"].replicator.waits.wait_growing(KEY[0], file.ino)
         sent = all_nodes.network.sent["a"]
         joined = await all_nodes.add("aa", "aa")
         assert before not in joined.replicator.groups.partners("a", 2)
@@ -154,7 +186,7 @@ async def test_a_partner_that_stalls_holds_an_fsync_up_for_as_long_as_is_set(tmp
     async with cluster(tmp_path, settings) as all_nodes:
         a, _ = await all_nodes.add("a", "left"), await all_nodes.add("b", "right")
         await all_nodes.make()
-        waits = a.replicator
+        waits = a.replicator.waits
 
         async def wait_file_replicated(rel: str, ino: int) -> None:
             version = a.copies.version_of(ino)

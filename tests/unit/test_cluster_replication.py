@@ -38,13 +38,13 @@ async def test_a_file_is_copied_while_it_grows_and_told_once_its_step_is_complet
         await eventually(lambda: all_nodes.network.sent["a"] >= CHUNK_BYTES + MIB, "it is copied before it is sealed")
         file.write(b"synced", CHUNK_BYTES + MIB)
         with trio.fail_after(10):
-            await a.replicator.wait_growing(KEY[0], file.ino)
+            await a.replicator.waits.wait_growing(KEY[0], file.ino)
         assert all_nodes.network.sent["a"] == CHUNK_BYTES + MIB + 6 and b.shelf() == {}
         file.write(b"header", 5)  # the writer goes back, behind what was copied
         file.write(DATA[CHUNK_BYTES + MIB :], CHUNK_BYTES + MIB)
         version = file.seal()
         with trio.fail_after(10):
-            await a.replicator.wait_file(KEY[0], version)
+            await a.replicator.waits.wait_file(KEY[0], version)
         assert b.shelf() == {version: DATA[:5] + b"header" + DATA[11:]} and b.leftovers() == []
 
         small = b.write("b.distcp", b"small")

@@ -7,8 +7,8 @@ short goes to the node that wins a rendezvous hash, so few things move when node
 Groups themselves are made anew from the members there are: of pairs without domains all change when one of 16 nodes
 goes, of 64 nodes in 8 domains three of four. That costs little, and exact sizes and domains are worth more. Copies of
 complete steps stay where they are, since only what is missing is made. What is being written is copied to its end by
-the partners it had, and counts; the new partners fetch it too, once: at most one part for each node of the one step that
-is written just then. A save that a node was lost from is not completed at all.
+the partners it had, and counts; the new partners fetch it too, once: at most one part for each node of the one step
+that is written just then. A save that a node was lost from is not completed at all.
 """
 
 from __future__ import annotations

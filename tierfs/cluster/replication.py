@@ -77,9 +77,7 @@ class Replicator:
         settings = registry.settings
         self.groups = Groups(view, settings, node)
         self.room = ReplicaRoom(registry)
-        waits = CopyWaits(view, peers, copies, self.groups, node)
-        self.wait_replicated, self.wait_file = waits.wait_replicated, waits.wait_file
-        self.wait_growing = waits.wait_growing
+        self.waits = CopyWaits(view, peers, copies, self.groups, node)
         copies.arrived = self._arrived
         #: A copy of the step's file of that name is on the shelf: (step, path in the step, version).
         self.on_arrived: Callable[[Key, str, str], None] = lambda key, inner, version: None

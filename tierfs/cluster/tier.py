@@ -157,6 +157,7 @@ class ClusterTier:
         self.following.made_here = self.publisher.is_made_here
         self.holdings.on_put = self.stewardship.poke
         self.holdings.on_less = self.stewardship.recount_soon
+        self.replicator.waits.is_believed = self.stewardship.is_believed
         self.replicator.taking_over.show = self.showing.place_tree
         self.replicator.on_arrived = partial(replace_stub, self.registry, self.showing)
 
@@ -343,9 +344,9 @@ class ClusterTier:
         where = self.registry.names.locate(rel)
         version = self.copies.version_of(ino)
         if where is not None and version is None:
-            await self.replicator.wait_growing(where.namespace, ino)
+            await self.replicator.waits.wait_growing(where.namespace, ino)
         elif where is not None and version is not None:
-            await self.replicator.wait_file(where.namespace, version)
+            await self.replicator.waits.wait_file(where.namespace, version)
 
     # --- steps
 
@@ -435,7 +436,7 @@ class ClusterTier:
         return self.hydration.ram_bytes(record) + self.copies.bytes_of(record.key)
 
     async def wait_replicated(self, record: StepRecord) -> None:
-        await self.replicator.wait_replicated(record.key, record.manifest.generation)
+        await self.replicator.waits.wait_replicated(record.key, record.manifest.generation)
 
     def has_peers(self) -> bool:
         return len(self.view.nodes) > 1

@@ -31,6 +31,8 @@ class CopyWaits:
         self._copies = copies
         self._groups = groups
         self._node = node
+        #: Whether a step's level still holds, though nodes were lost since it was told.
+        self.is_believed: Callable[[Key], bool] = lambda key: True
 
     async def wait_replicated(self, key: Key, generation: int) -> None:
         """Until the generation is replicated, another one is complete, the step is gone, or nobody could hold it.
@@ -46,9 +48,12 @@ class CopyWaits:
                 return "/".join(key) not in self._view.tree and self._view.connected
             if state.record.generation != generation:
                 return state.record.generation > generation
-            return state.record.level == "replicated"
+            return state.record.level == "replicated" and self.is_believed(key)
 
-        while not await self._view.until(is_over, within_s=_LOOK_AGAIN_S):
+        # That a level is believed again is no change of the catalogue.
+        while not await self._view.until(
+            is_over, within_s=_LOOK_AGAIN_S if self.is_believed(key) else MOST_ASK_EVERY_S
+        ):
             pass
 
     async def wait_file(self, namespace: str, version: str) -> None:
