@@ -211,6 +211,10 @@ async def test_dead_addresses_are_skipped_and_live_ones_take_turns(
             second.refuse = True
             with pytest.raises(PeerUnavailable, match="can't be reached"):
                 await pull_all(both, version, 100, target)
+            assert "can't be reached" in both.peers.trouble(HOLDER)
+            second.refuse = False
+            await pull_all(both, version, 100, target)
+            assert both.peers.trouble(HOLDER) == ""
     async with pair(shelf, settings) as both:
         with pytest.raises(PeerUnavailable, match="no address"):
             await both.peers.ping("nobody")

@@ -41,8 +41,10 @@ async def test_another_secret_is_refused_by_both_sides(settings: Settings, shelf
     other.chmod(0o600)
     shelf.add(b"bytes", "ab")
     async with pair(shelf, settings, asks=usual_settings(other)) as both:
+        assert both.peers.trouble(HOLDER) == ""
         with pytest.raises(PeerRefused, match="secret"):
             await both.peers.fetch(HOLDER, f"{HOLDER}/ab", most_bytes=10)
+        assert "secret" in both.peers.trouble(HOLDER), "`tierfs status` shows it"
     async with pair(shelf, settings, asks=usual_settings(None)) as both:
         with pytest.raises(PeerRefused, match="authentication by secret"):
             await both.peers.fetch(HOLDER, f"{HOLDER}/ab", most_bytes=10)

@@ -128,6 +128,11 @@ class ClusterOperations:
             for key, seen in tier.view.states.items()
             if seen.record.level == "lost" and not tier.is_persisted(key)
         ]
+        found += [
+            {"severity": "warning", "message": f"no bytes come from the node {node}: {why}", "path": ""}
+            for node in sorted(tier.view.nodes)
+            if node != tier.node and (why := tier.peers.trouble(node))
+        ]
         if without := tier.replicator.state().without_room:
             message = (
                 f"{without} files of other nodes have no room here, so their steps stay under-replicated; mount with a "

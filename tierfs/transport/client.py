@@ -53,6 +53,7 @@ class _Node:
     idle: list[_Idle] = field(default_factory=list)
     dead: dict[str, float] = field(default_factory=dict)
     turn: int = 0
+    trouble: str = ""
     ticket: tuple[str, bytes] | None = None
     ticket_until: float = 0.0
     asking_ticket: trio.Lock = field(default_factory=trio.Lock)
@@ -171,6 +172,10 @@ class TcpPeers:
 
     # --- requests
 
+    def trouble(self, node: str) -> str:
+        """Why the last try to connect to it failed; "" where it did not, or nobody tried."""
+        return self._nodes[node].trouble if node in self._nodes else ""
+
     def _request(
         self, op: str, version: str = "", offset: int = 0, length: int = 0, *, growing: bool = False
     ) -> Request:
@@ -287,15 +292,16 @@ class TcpPeers:
             try:
                 connection = await self._connect_to(node, known, address)
                 known.dead.pop(address, None)
+                known.trouble = ""
                 return connection
             except PeerRefused as error:
                 refused = error
             except (PeerUnavailable, SettingsError) as error:
                 said.append(f"{address}: {error.message}")
             known.dead[address] = trio.current_time() + DEAD_S
-        if refused is not None:
-            raise refused
-        raise PeerUnavailable(f"the node {node} can't be reached ({'; '.join(said)})")
+        failure = refused or PeerUnavailable(f"the node {node} can't be reached ({'; '.join(said)})")
+        known.trouble = failure.message
+        raise failure
 
     async def _connect_to(self, node: str, known: _Node, address: str) -> Connection:
         if not self._credentials.by_ticket:
