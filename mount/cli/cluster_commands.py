@@ -120,7 +120,10 @@ def run_drain(arguments: argparse.Namespace) -> int:
         for path in left:
             print(f"  {shown(path)}", file=sys.stderr)
     else:
-        print(f"drained: {count_of(answer['steps'], 'step')} held by others too; this node may be stopped")
+        handed = (
+            f"{count_of(answer['steps'], 'step')} held by others too" if answer["steps"] else "others hold all of it"
+        )
+        print(f"drained: {handed}; this node may be stopped")
     return 1 if left else 0
 
 

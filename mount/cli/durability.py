@@ -57,7 +57,7 @@ def cluster_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return []
     lost = f", lost: {', '.join(found['lost'])}" if found["lost"] else ""
     draining = ", this one is draining" if found["draining"] else ""
-    nodes = f"{found['nodes']} nodes of {found['cluster']}, this is {found['node']}{lost}{draining}"
+    nodes = f"{found['nodes']} node{'s' * (found['nodes'] != 1)} of {found['cluster']}, this is {found['node']}{lost}{draining}"
     waiting = f"; {found['pending']} changes wait for it" if found["pending"] else ""
     away = Cell(f"{found['catalog']} can't be reached{waiting}", "red")
     return [

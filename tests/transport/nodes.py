@@ -68,9 +68,6 @@ class FolderShelf:
     async def verify(self, version: str) -> FileChecksum:
         return await self.checksum(version)
 
-    async def verify(self, version: str) -> FileChecksum:
-        return await self.checksum(version)
-
     def offers(self) -> AbstractAsyncContextManager[AsyncIterator[Offer]]:
         return self._offers()
 

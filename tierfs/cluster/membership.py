@@ -132,7 +132,7 @@ class Membership:
                 if trio.current_time() >= given_up_at:
                     raise TierfsError(
                         f"another node called {mine.node} is in the cluster, at {', '.join(other.addresses)}; "
-                        "give this one another name (node.name), or stop that one"
+                        "give this one another name (the setting `node`), or stop that one"
                     )
                 await self._store.keep_alive(lease)
                 await self._gone(key, min(self._ttl_s / 3, 1.0))
