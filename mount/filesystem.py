@@ -80,6 +80,9 @@ class TierFs(pyfuse3.Operations):
         pyfuse3.invalidate_entry_async(nodeid, os.fsencode(name), ignore_enoent=True)
         with suppress(OSError):  # ENOENT: the kernel does not know the directory
             pyfuse3.invalidate_inode(nodeid, attr_only=True)
+        with suppress(OSError):  # who is at work in it, or has it open, sees its mode, owner and time too
+            entry = os.stat(self.tier.root / directory / name, follow_symlinks=False)
+            pyfuse3.invalidate_inode(self.nodes.nodeid(entry), attr_only=True)
 
     def close(self) -> None:
         self.nodes.close()
@@ -90,7 +93,8 @@ class TierFs(pyfuse3.Operations):
         rel = self._rel(parent_inode, name)
         if rel is not None and self.tracker.before_lookup(rel, ctx.pid):
             await self.tracker.populate(rel, listing=False)
-        _, st = self.nodes.lookup(parent_inode, name)
+        node, st = self.nodes.lookup(parent_inode, name)
+        self._stubs.has_name(node.nodeid)
         return self._entry(st)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -241,8 +245,6 @@ class TierFs(pyfuse3.Operations):
             os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
         if fields.update_mode:
             os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
-        if fields.update_uid or fields.update_gid or fields.update_mode:
-            self.tracker.attributes_set(self._path_or_none(inode))
         if fields.update_atime or fields.update_mtime:
             await self.tier.before_times_are_set(inode)
             before = self.nodes.stat(inode)
@@ -254,6 +256,8 @@ class TierFs(pyfuse3.Operations):
             if fields.update_mtime:
                 self._stubs.times_set(inode)
                 self.tracker.times_set(self._path_or_none(inode), before, self.nodes.stat(inode))
+        if fields.update_uid or fields.update_gid or fields.update_mode or fields.update_mtime:
+            self.tracker.attributes_set(self._path_or_none(inode))
         return self._entry(self.nodes.stat(inode))
 
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
@@ -269,6 +273,8 @@ class TierFs(pyfuse3.Operations):
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
         xattrs.put(self.nodes, inode, name, value)
+        if name.startswith(b"system."):  # an access control list, which sets the mode: `cp -a` does it so
+            self.tracker.attributes_set(self._path_or_none(inode))
 
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
         return xattrs.names(self.nodes, inode)

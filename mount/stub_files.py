@@ -74,6 +74,10 @@ class StubFiles:
         if nodeid in self._replaced:
             raise pyfuse3.FUSEError(errno.ESTALE)
 
+    def has_name(self, nodeid: int) -> None:
+        """It was just found under a name: that of another hard link than the one that a stub, or another file, took."""
+        self._replaced.discard(nodeid)
+
     def forgotten(self, nodeid: int) -> None:
         self._replaced.discard(nodeid)
 

@@ -8,6 +8,7 @@ published yet, is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -86,6 +87,10 @@ class Following:
         self._node = showing.copies.node
         self._root = showing.root
         self.made_here: Callable[[str], bool] = lambda rel: False
+        #: Told of a name that the catalogue's news are of, and when it was made there.
+        self.known_here: Callable[[str, int], None] = lambda rel, created: None
+        #: This node has changed the name in the catalogue since that revision.
+        self.is_behind: Callable[[str, int], bool] = lambda rel, revision: False
         self._queue: deque[_Told] = deque()
         self._operations = 0  # in the queue
         self._failed: dict[tuple[str, str], _Failed] = {}
@@ -134,6 +139,10 @@ class Following:
 
     def path_kept(self, rel: str) -> None:
         """A directory that was removed here stays, since another node has something in it."""
+        self._add(_Told("tree", rel, partial(self._place, rel), False))
+
+    def path_overruled(self, rel: str) -> None:
+        """Another node's file of that name is the later one."""
         self._add(_Told("tree", rel, partial(self._place, rel), False))
 
     def path_deleted(self, rel: str) -> None:
@@ -278,8 +287,11 @@ class Following:
 
     async def _tree(self, rel: str, old: Seen[TreeRecord] | None, new: Seen[TreeRecord] | None) -> None:
         """The name is brought from what it was to what it is in the catalogue now."""
+        for seen in (old, new):
+            if seen is not None:
+                self.known_here(rel, seen.create_revision)
         if old is not None and old.record.file is not None:
-            self._showing.published[rel] = old.record.file.version
+            self._showing.note_published(rel, old.record.file.version)
         now = self._view.tree.get(rel)
         if old is not None and (now is None or now.create_revision != old.create_revision):
             await self._removed(rel, old)
@@ -287,12 +299,14 @@ class Following:
             self._showing.forget_name(rel)
         elif now.record.node == self._node:
             self._note_own(rel, now)
+            if old is not None:
+                self._look_like(rel, now)  # what came before may have been made here since
         else:
             await self._made(rel, old, now)
 
     def _note_own(self, rel: str, now: Seen[TreeRecord]) -> None:
         if now.record.file is not None:
-            self._showing.published[rel] = now.record.file.version
+            self._showing.note_published(rel, now.record.file.version)
         where = self._registry.names.locate(rel)
         if where is not None and not where.inner and now.record.kind == "dir":
             record = self._registry.at(where)
@@ -318,15 +332,22 @@ class Following:
         ):
             placing.remove_file(self._root, rel)
         await self._showing.place_tree(rel)
-        if now.record.kind == "dir" and old is not None and old.record.kind == "dir":
-            if _looks(old.record) != _looks(now.record) and placing.make_like(self._root, rel, now.record):
-                self._showing.tell(rel)
-        elif now.record.kind == "file" and old is not None and old.record.file is not None:
-            self._same_bytes_other_looks(rel, now.record)
+        if old is not None:
+            self._look_like(rel, now)
 
     def _let_go_of_link(self, rel: str, old: str, new: str) -> None:
         if old != new and placing.read_link(self._root, rel) == old:
             placing.remove_file(self._root, rel)
+
+    def _look_like(self, rel: str, now: Seen[TreeRecord]) -> None:
+        """Mode, owner and time as another node set them, unless a program set them here and that is not told yet."""
+        if self.made_here(rel) or self.is_behind(rel, now.mod_revision):
+            return
+        if now.record.kind == "dir":
+            if self._showing.is_directory(rel) and placing.make_like(self._root, rel, now.record):
+                self._showing.tell(rel)
+        elif now.record.kind == "file":
+            self._same_bytes_other_looks(rel, now.record)
 
     def _same_bytes_other_looks(self, rel: str, record: TreeRecord) -> None:
         """chmod and touch of a plain file."""
@@ -338,6 +359,9 @@ class Following:
         if version != file.version:
             return
         with placing.parent_of(self._root, rel) as (directory, name):
+            if (info.st_uid, info.st_gid) != (file.uid, file.gid):
+                with contextlib.suppress(PermissionError):  # who is not root can't give away
+                    os.chown(name, file.uid, file.gid, dir_fd=directory, follow_symlinks=False)
             if stat.S_IMODE(info.st_mode) != file.mode:
                 os.chmod(name, file.mode, dir_fd=directory)
             if mark is None and info.st_mtime_ns != file.mtime_ns:
@@ -433,7 +457,3 @@ class Following:
         for namespace in {namespace for namespace, _ in self._registry.records}:
             await trio.lowlevel.checkpoint()
             self._registry.update_latest(namespace)
-
-
-def _looks(record: TreeRecord) -> tuple[int, int, int, int]:
-    return record.mode, record.uid, record.gid, record.mtime_ns

@@ -108,7 +108,7 @@ class Publisher:
 
     def sealed(self, rel: str, ino: int) -> None:
         self.files.sealed(ino)
-        self.names.sealed(ino)
+        self._marks.add(*(("path", other) for other in self.names.sealed(rel, ino)))
         where = self.registry.names.locate(rel)
         if where is not None and where.inner:
             self._marks.add(("step", where.namespace, where.step))
@@ -179,6 +179,8 @@ class Publisher:
         self.files.withdrawn(ino)
         version = self._copies.withdraw(ino, path)
         where = self.registry.names.locate(rel)
+        if version is not None and where is None:
+            self.names.withdrawn(path, ino, version)
         write_opened(path, ino, revision_now(self.registry, self.view, self.parts, where))
         record = self.registry.at(where) if where is not None and where.inner else None
         if where is not None:

@@ -97,6 +97,7 @@ class Removing:
         except FileNotFoundError:
             return
         self.publisher.gone(old)
+        self.publisher.names.came(new)
         target = self.registry.names.locate(new)
         if version is not None and target is not None and not version.startswith(f"{self.node}/"):
             # Whoever wrote it lists it in his part of the step.

@@ -26,6 +26,8 @@ log = logging.getLogger("tierfs.cluster")
 
 #: So many complaints are remembered, so as to make each once.
 _TOLD = 10_000
+#: News of a name may be worked off after later ones; so many versions are looked back.
+_VERSIONS_KEPT = 16
 
 
 class ShownNames:
@@ -41,8 +43,8 @@ class ShownNames:
         self.root = registry.root
         self.removed_here: Callable[[str], bool] = lambda rel: False
         self.is_moving_here: Callable[[str], bool] = lambda rel: False
-        #: The versions that the catalogue had of plain files, by path, as far as they were seen.
-        self.published: dict[str, str] = {}
+        #: The last few versions of this node's that the catalogue had of plain files, by path.
+        self._published: dict[str, tuple[str, ...]] = {}
         self._placed: dict[str, int] = {}  # directories, by path
         self._told: set[tuple[str, str]] = set()
 
@@ -53,9 +55,15 @@ class ShownNames:
             return False
         return self._placed.get(rel) == seen.create_revision and (self.root / rel).is_dir()
 
+    def note_published(self, rel: str, version: str) -> None:
+        """The catalogue has, or had, this node's file of that version: another one there may take its place."""
+        known = self._published.get(rel, ())
+        if version not in known and version.startswith(f"{self.copies.node}/"):
+            self._published[rel] = (*known, version)[-_VERSIONS_KEPT:]
+
     def forget_name(self, rel: str) -> None:
         """The catalogue does not have it any more."""
-        self.published.pop(rel, None)
+        self._published.pop(rel, None)
         self._placed.pop(rel, None)
 
     async def place_tree(self, rel: str) -> bool:
@@ -111,7 +119,6 @@ class ShownNames:
         if self.view.tree.get(rel) != seen or not self._is_plain_wanted(rel, file):
             return False  # news came meanwhile, or a program made it
         self.maker.make(self.root, rel, file, plain_place(rel), fetched.get(file.version))
-        self.published[rel] = file.version
         self.tell(rel)
         return True
 
@@ -123,7 +130,7 @@ class ShownNames:
         if standing == "in the way":
             raise FileExistsError(errno.EEXIST, "something else has the name", rel)
         is_theirs = bool(version) and version.partition("/")[0] != self.copies.node
-        return standing == "absent" or (standing == "other" and (is_theirs or version == self.published.get(rel)))
+        return standing == "absent" or (standing == "other" and (is_theirs or version in self._published.get(rel, ())))
 
     def _is_as_told(self, rel: str, seen: Seen[TreeRecord]) -> bool:
         """What stands there is what the catalogue has, and not something of this node that it does not know yet."""

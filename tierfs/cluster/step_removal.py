@@ -49,5 +49,7 @@ async def delete_step(store: KeyStore, view: View, key: Key, entry: Owed, *, on_
             ],
         )
         if result.succeeded:
+            # Until the view has it too the step would be shown again.
+            await view.until(lambda at=result.revision: view.revision >= at, within_s=CATCH_UP_S)  # type: ignore[misc]
             return
     raise TryAgain(f"others go on changing {rel}")

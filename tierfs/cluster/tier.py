@@ -150,6 +150,10 @@ class ClusterTier:
         self.publisher.on_committed = self.following.step_committed
         self.publisher.on_withdrawn = self.following.step_withdrawn
         self.publisher.names.on_kept = self.following.path_kept
+        self.publisher.names.on_published = self.showing.note_published
+        self.publisher.names.on_overruled = self.following.path_overruled
+        self.following.known_here = self.publisher.names.known
+        self.following.is_behind = self.publisher.names.is_behind
         self.showing.removed_here = self.publisher.is_removed_here
         self.showing.is_moving_here = self.publisher.is_moving_here
         self.showing.is_completing = self.publisher.is_completing
@@ -325,7 +329,8 @@ class ClusterTier:
         if record is not None and info is not None and stat.S_ISREG(info.st_mode):
             self.publisher.changed(record)
         elif info is not None:
-            self.publisher.tree_changed(rel)
+            for each in self.publisher.names.looks_set(rel):
+                self.publisher.tree_changed(each)
 
     def sealed(self, rel: str, ino: int) -> None:
         info, flushed = self._look(rel), self._flushed.pop(ino, None)
