@@ -17,24 +17,30 @@ class ClusterSettings:
     name: str = setting("default", "Name of the cluster: several may share one etcd.", kind="name")
     listen: str = setting(
         ":7117",
-        "Where other nodes reach this one: HOST:PORT, several with commas (one each network card).",
-        kind="text",
+        "Where other nodes reach this one: HOST:PORT, several with commas (one each network card); :PORT is all "
+        "addresses of this machine.",
+        kind="addresses",
     )
     advertise: str = setting(
         "",
         "What other nodes are told to connect to, as for listen; empty is the address by which this node reaches the "
         "catalogue, with the port of listen.",
-        kind="text",
+        kind="addresses",
     )
     domain: str = setting(
         "", "What fails together with this node (a rack, a capacity block): copies go to other domains.", kind="text"
     )
     secret_file: Path | None = setting(
         None,
-        "File with the secret that all nodes share; this or tls_cert is needed to let other nodes in.",
+        "File with the secret that all nodes share, 16 to 4096 bytes, which nobody but its owner may read; this or "
+        "tls_cert is needed to let other nodes in.",
         kind="path",
     )
-    tls_cert: Path | None = setting(None, "This node's certificate (PEM), for mutual TLS.", kind="path")
+    tls_cert: Path | None = setting(
+        None,
+        "This node's certificate (PEM), for mutual TLS; its names must be the node's id, a wildcard or none.",
+        kind="path",
+    )
     tls_key: Path | None = setting(None, "Its private key (PEM).", kind="path")
     tls_ca: Path | None = setting(
         None, "Certificates (PEM) that other nodes' certificates must be signed by.", kind="path"
@@ -46,7 +52,9 @@ class ClusterSettings:
         kind="choice",
         choices=("auto", "on", "off"),
     )
-    lease_s: float = setting(10.0, "A node that gave no sign of life for so long is taken for lost.", kind="duration")
+    lease_s: float = setting(
+        10.0, "A node that gave no sign of life for so long is taken for lost.", kind="duration", least=1
+    )
     wait_s: float = setting(
         10.0,
         "How long a completing rename waits for files that other nodes are still sealing, or for the catalogue.",
@@ -77,7 +85,7 @@ class EtcdSettings:
     ca: Path | None = setting(None, "Certificates (PEM) to trust; with it etcd is spoken to by TLS.", kind="path")
     cert: Path | None = setting(None, "This node's client certificate (PEM), where etcd asks for one.", kind="path")
     key: Path | None = setting(None, "Its private key (PEM).", kind="path")
-    timeout_s: float = setting(5.0, "A request without an answer for so long has failed.", kind="duration")
+    timeout_s: float = setting(5.0, "A request without an answer for so long has failed.", kind="duration", least=1)
 
 
 @dataclass
@@ -106,5 +114,5 @@ class PeerSettings:
         kind="size",
     )
     stall_s: float = setting(
-        10.0, "A peer that sends no byte for so long is given up, and another asked.", kind="duration"
+        10.0, "A peer that sends no byte for so long is given up, and another asked.", kind="duration", least=1
     )

@@ -81,6 +81,8 @@ def _parse(key: SettingKey, value: Any, memory_bytes: Callable[[], int] | None) 
         _check_url(text)
     if key.kind == "catalog" and text and not re.fullmatch(r"etcd://[^\s/,@]+:\d+(,[^\s/,@]+:\d+)*", text):
         raise ValueError("not a catalogue; write etcd://host:port, several with commas, or leave it empty")
+    if key.kind == "addresses" and text and not re.fullmatch(r"[^\s,]*:\d+(\s*,\s*[^\s,]*:\d+)*", text):
+        raise ValueError("not an address; write HOST:PORT, several with commas, or :PORT")
     if key.kind == "endpoint" and text and not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", text):
         raise ValueError("not an endpoint; write http://host:port or https://host")
     return text

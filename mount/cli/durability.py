@@ -57,7 +57,8 @@ def cluster_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return []
     lost = f", lost: {', '.join(found['lost'])}" if found["lost"] else ""
     draining = ", this one is draining" if found["draining"] else ""
-    nodes = f"{found['nodes']} node{'s' * (found['nodes'] != 1)} of {found['cluster']}, this is {found['node']}{lost}{draining}"
+    count = f"{found['nodes']} node{'s' * (found['nodes'] != 1)}"
+    nodes = f"{count} of {found['cluster']}, this is {found['node']}{lost}{draining}"
     waiting = f"; {found['pending']} changes wait for it" if found["pending"] else ""
     away = Cell(f"{found['catalog']} can't be reached{waiting}", "red")
     return [

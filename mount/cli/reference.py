@@ -90,6 +90,7 @@ KIND_NAMES = {
     "url": "text",
     "endpoint": "text",
     "name": "text",
+    "addresses": "text",
     "room": "share",
 }
 

@@ -139,6 +139,9 @@ def test_every_error_names_key_value_remedy_and_source(toml: Any) -> None:
         ("object=file:///a/../b", "object", "must not hold '..'"),
         ("object=s3://bucket/a//b", "object", "must not hold '..'"),
         ("s3.endpoint_url=localhost:8333", "s3.endpoint_url", "http://host:port"),
+        ("catalog=http://etcd:2379", "catalog", "write etcd://host:port"),
+        ("cluster.listen=7117", "cluster.listen", "write HOST:PORT"),
+        ("cluster.lease_s=0", "cluster.lease_s", "at least 1"),
         ("persist.policy=every", "persist.policy", "needs persist.every_steps or persist.every_s"),
         (
             "persist.every_steps=2,namespaces.a.persist.every_steps=0,namespaces.a.persist.policy=every",
