@@ -29,6 +29,8 @@ from mount.runtime import Instance, MountRecord, log_directory, read_record
 from tierfs.cluster.operations import ClusterOperations
 from tierfs.cluster.tier import ClusterTier
 from tierfs.errors import MountError, TierfsError
+from tierfs.hydrate.hydration import Hydration
+from tierfs.hydrate.source import NoSource
 from tierfs.hydrate.stub_tier import StubTier
 from tierfs.logs import NamespaceLog, configure_logging
 from tierfs.objects.pool import WorkerPool
@@ -107,6 +109,9 @@ class Daemon:
             self.registry.object_tier = StubTier(hydration)
         if hydration is not None:
             hydration.scan()
+        else:
+            hydration = self._left_stubs()
+        self._left = hydration if self.cluster is None and self.objects is None else None
         recover(self.registry)
         if self.cluster is not None:
             self.cluster.scan()
@@ -132,6 +137,19 @@ class Daemon:
         )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
+
+    def _left_stubs(self) -> Hydration | None:
+        """Stubs of a mount with an object tier, or among other nodes: their holes are not to be read as data."""
+        hydration = Hydration(self.registry, NoSource())
+        hydration.scan()
+        if not len(hydration.table):
+            return None
+        log.warning(
+            "%d files have their bytes elsewhere; without a setting `object` or `catalog` reading them fails",
+            len(hydration.table),
+        )
+        self.registry.object_tier = StubTier(hydration)
+        return hydration
 
     def _join_cluster(self, node: str) -> ClusterTier | None:
         if not self.settings.catalog:
@@ -160,6 +178,8 @@ class Daemon:
                 await nursery.start(self.upkeep.run)
                 nursery.start_soon(self.tier.trim_leftovers)
                 await nursery.start(self.control.run)
+                if self._left is not None:
+                    await nursery.start(self._left.run)
                 if self.cluster is not None:
                     nursery.start_soon(self._run_cluster, self.cluster)
                 if self.workers is not None and self.objects is not None:

@@ -331,7 +331,7 @@ class Operations:
                 await self._registry.cluster.show_listing(rel)
         where = self._registry.names.locate(rel)
         record = self._registry.at(where) if where is not None else None
-        if record is not None and not record.manifest.populated and not record.manifest.joined:
+        if record is not None and not record.manifest.populated and not self._registry.is_shared(record):
             await self._registry.object_tier.populate(record)
 
     def _place(self, arguments: Mapping[str, Any]) -> tuple[str, Path]:

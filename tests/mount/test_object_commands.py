@@ -339,3 +339,21 @@ def test_setting_times_and_modes_of_a_persisted_step_changes_no_byte_of_it(tiere
         wait_until(lambda: ask("stat", shard)["tier"] == "ram", "it is whole")
         assert ask("evict", step)["bytes"] == 0, "a program has it open"
     assert (shard.stat().st_mtime, shard.stat().st_mode & 0o777) == (1.2e9, 0o600)
+
+
+def test_stubs_are_no_data_for_a_mount_without_the_tier_that_has_their_bytes(tiered: ObjectRig) -> None:
+    assert tiered.mount().returncode == 0
+    step = tiered.write_step("step_1")
+    content = (step / "model.safetensors").read_bytes()
+    assert tierfs("flush", step, "--wait").returncode == 0
+    assert tierfs("evict", step).returncode == 0
+    assert tierfs("umount", tiered.real.place).returncode == 0
+
+    assert tiered.real.mount().returncode == 0
+    with pytest.raises(OSError) as refused:
+        (step / "model.safetensors").read_bytes()
+    assert refused.value.errno == errno.EIO and (step / "model.safetensors").stat().st_size == len(content)
+    assert tierfs("umount", tiered.real.place).returncode == 0
+
+    assert tiered.mount().returncode == 0
+    assert (step / "model.safetensors").read_bytes() == content

@@ -79,7 +79,7 @@ def evict(hydration: Hydration, record: StepRecord) -> bool:
 
 def _is_elsewhere(hydration: Hydration, record: StepRecord) -> bool:
     """Something else than this node's RAM holds the step as it is now."""
-    if not record.manifest.joined:
+    if not hydration.registry.is_shared(record):
         return record.is_persisted
     return record.is_complete and hydration.registry.cluster.may_leave_ram(record)
 
@@ -102,7 +102,7 @@ def _is_there(hydration: Hydration, record: StepRecord, inner: str, entry: FileE
 
 def _evictable(hydration: Hydration, record: StepRecord) -> Iterator[tuple[str, FileEntry, int]]:
     """(path inside the step, entry, bytes in RAM) of the files that may become stubs, or emptier ones."""
-    is_shared = record.manifest.joined > 0
+    is_shared = hydration.registry.is_shared(record)
     for inner, entry in record.manifest.files.items():
         if entry.size_bytes < LEAST_BYTES or not entry.sealed or (entry.checksum is None and not is_shared):
             continue
@@ -147,7 +147,7 @@ def _replace(hydration: Hydration, record: StepRecord, inner: str, entry: FileEn
             size_bytes=entry.size_bytes,
             checksum=from_text(entry.checksum) if entry.checksum is not None else None,
             mtime_ns=entry.mtime_ns,
-            version=(hydration.version_of(entry.ino) or "") if manifest.joined else "",
+            version=(hydration.version_of(entry.ino) or "") if hydration.registry.is_shared(record) else "",
         )
     scratch = old.with_name(f"{old.name}.stub")
     ino = make_stub(scratch, mark, mode=info.st_mode, uid=info.st_uid, gid=info.st_gid, atime_ns=info.st_atime_ns)

@@ -47,7 +47,7 @@ class Population:
         """See `Hydration.populate`. Done again after a crash it goes on where it was."""
         if record.manifest.populated:
             return
-        if record.manifest.joined:
+        if self._registry.is_shared(record):
             await self._registry.cluster.show_listing(record.rel)  # the catalogue says what is in it
             return
         lock = self._locks.setdefault(record.key, trio.Lock())

@@ -85,7 +85,7 @@ class Prefetching:
             if any(each.is_named for each in chosen):
                 raise StepBusy(f"{record.rel} is not complete; only of complete steps there is anything to fetch")
             return
-        if self._registry.cluster.shares and record.manifest.joined:
+        if self._registry.is_shared(record):
             await self._registry.cluster.show_listing(record.rel)
         if not record.manifest.populated:
             await self._hydration.populate(record)

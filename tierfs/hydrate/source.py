@@ -36,6 +36,29 @@ class Source(Protocol):
         ...
 
 
+class NoSource:
+    """Of a mount whose stubs' bytes are in an object tier, or on nodes, that its settings no longer name."""
+
+    reads_first = False
+
+    async def chunks(self, mark: StubMark) -> tuple[int, ...]:
+        raise ObjectError(_nowhere(mark))
+
+    async def read_range(
+        self, mark: StubMark, offset: int, length: int, fd: int, *, urgent: bool, retry_for_s: float
+    ) -> int:
+        raise ObjectError(_nowhere(mark))
+
+    def came_wrong(self, mark: StubMark, offset: int) -> None:
+        pass
+
+
+def _nowhere(mark: StubMark) -> str:
+    place = "on other nodes" if mark.version else "in the object tier"
+    setting = "catalog" if mark.version else "object"
+    return f"the bytes of {mark.key} are {place}, and this mount has none: mount with -o {setting}=..."
+
+
 class ObjectSource:
     """The object tier. `manifest_of` gives its manifest of a step, from memory where it was asked for lately."""
 

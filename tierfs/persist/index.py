@@ -229,7 +229,7 @@ class ObjectIndex:
             begun = self.registry.records.get(key)
             if (
                 begun is not None
-                and begun.manifest.joined
+                and self.registry.is_shared(begun)
                 and begun.is_complete
                 and not self._is_out_of_date(key, seen)
             ):
@@ -247,7 +247,7 @@ class ObjectIndex:
         record = self.registry.records.get(key)
         if record is None:
             return adopt(self.registry, manifest, etag) is not None
-        if record.manifest.joined:
+        if self.registry.is_shared(record):
             self._take_of_cluster(record, manifest, etag)
             return False
         if not record.is_complete or record.manifest.owed:
@@ -294,7 +294,7 @@ class ObjectIndex:
     def leads(self, record: StepRecord) -> bool:
         """Of the nodes that share the step this one decides what becomes of its copy in the object tier."""
         manifest = record.manifest
-        if not manifest.joined:
+        if not self.registry.is_shared(record):
             return True
         first = manifest.marker or min(manifest.files, default="")
         return os.path.lexists(record.directory / first) and self.registry.cluster.owns(record, first)
@@ -312,7 +312,7 @@ class ObjectIndex:
         if policy == "all" and record.manifest.populated and self.leads(record):
             record.manifest.persisted = None
             self.registry.object_tier.completed(record)
-        elif record.manifest.joined or not self._has_stubs(record):
+        elif self.registry.is_shared(record) or not self._has_stubs(record):
             record.manifest.persisted = None
         self.registry.save_or_later(record)
 
@@ -321,7 +321,7 @@ class ObjectIndex:
         manifest = record.manifest
         if manifest.persisted is None or manifest.overwrite is not None or manifest.owed:
             return False
-        if self._has_stubs(record) and not manifest.joined:
+        if self._has_stubs(record) and not self.registry.is_shared(record):
             if self.registry.handles_in(record):
                 return False
             self.registry.lines.write(

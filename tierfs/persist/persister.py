@@ -106,7 +106,7 @@ class Persister:
     def completed(self, record: StepRecord) -> None:
         """The step, or a new generation of it, is complete; whoever says so saves its manifest."""
         manifest = record.manifest
-        if manifest.persisted is None and not manifest.joined:
+        if manifest.persisted is None and not self.registry.is_shared(record):
             # Saved anew under a name that the object tier knows: what is newer has the higher generation.
             manifest.generation = max(manifest.generation, self.index.generation_there(record.key) + 1)
         why = self.policy.why_owed(record)
@@ -278,7 +278,7 @@ class Persister:
     def _commit_of(self, record: StepRecord) -> StepCommit:
         local = LocalStep(self.registry, record, hydrate=self._hydrate, is_stub=self._is_stub)
         conditional_put = self.endpoint.conditional_put is not False
-        if record.manifest.joined:
+        if self.registry.is_shared(record):
             memory = self._memories.setdefault(record.key, Memory())
             return JointCommit(
                 self.registry, self.client, local, self._node, conditional_put=conditional_put, memory=memory
@@ -420,7 +420,7 @@ class Persister:
         """The step's copy in the object tier is about to go: what is not whole in RAM goes from the tree."""
         cluster = self.registry.cluster
         record.manifest.persisted = None
-        if record.manifest.joined:  # other nodes may have what is not here
+        if self.registry.is_shared(record):  # other nodes may have what is not here
             is_gone = not cluster.is_readable(record) and cluster.retire(record)
         else:
             is_gone = self._has_stubs(record)

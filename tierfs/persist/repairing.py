@@ -105,7 +105,7 @@ class Repair:
                     self._at = record.rel
                     await self._repair(record, dry_run=dry_run)
                     self.checked += 1
-                    self.shared += record.manifest.joined > 0
+                    self.shared += self._registry.is_shared(record)
 
         await reporting(
             work,
@@ -177,7 +177,7 @@ class Repair:
             of_object = manifest.files[inner] if manifest is not None else None
             ram = await self._why_ram_bad(record, inner, entry, of_object) if entry is not None and in_ram else None
             object_reason = plan.examined.bad.get(inner, "") if manifest is not None else examined.manifest_reason
-            if record.manifest.joined:
+            if self._registry.is_shared(record):
                 is_known = examined.manifest is not None or manifest is not None
                 decided = await self._decide_shared(record, inner, ram, object_reason if is_known else "", dry_run)
             else:
@@ -296,7 +296,9 @@ class Repair:
         manifest = record.manifest
         manifest.persisted = None
         manifest.owed = ""
-        if manifest.joined:  # all nodes see what of it is left; the catalogue says when a file has no holder
+        if self._registry.is_shared(
+            record
+        ):  # all nodes see what of it is left; the catalogue says when a file has no holder
             self._registry.save_or_later(record)
             return
         if not manifest.populated:

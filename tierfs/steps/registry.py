@@ -98,6 +98,10 @@ class StepRegistry:
     def of_namespace(self, namespace: str) -> list[StepRecord]:
         return [record for (where, _), record in self.records.items() if where == namespace]
 
+    def is_shared(self, record: StepRecord) -> bool:
+        """The catalogue of the cluster that this node is in has the step: other nodes may have parts of it."""
+        return self.cluster.shares and record.manifest.joined > 0
+
     def newest_complete(self, namespace: str, *, other_than: str | None = None) -> StepRecord | None:
         """The complete step with the highest number of which every file can be read now, from wherever it is."""
         found = [

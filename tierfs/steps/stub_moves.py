@@ -61,7 +61,7 @@ class StubMoves:
         """The bytes of its stubs are other nodes', which know of the rename, and it stays a step."""
         where = self._registry.names.locate(new + record.rel[len(old) :])
         is_step = where is not None and where.inner == ""
-        return is_step and record.manifest.joined > 0 and not record.is_persisted
+        return is_step and self._registry.is_shared(record) and not record.is_persisted
 
     def _holds_stubs(self, where: StepPath) -> bool:
         record = self._registry.at(where)

@@ -208,7 +208,7 @@ class Steps:
             await self.registry.cluster.show(rel)
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
-        if record is not None and not record.manifest.joined:
+        if record is not None and not self.registry.is_shared(record):
             await self.registry.object_tier.populate(record)
 
     async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
