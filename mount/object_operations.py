@@ -85,6 +85,8 @@ class ObjectControl:
         return await telling(progress, lambda tell: work.flush(paths, wait=wait, progress=tell))
 
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        if self._tier is None:
+            raise SettingsError(f"{NO_OBJECT_TIER}; --level replica waits for copies on other nodes", key="object")
         work, path, level = self.work, path_of(arguments), arguments.get("level", "object")
         timeout_s = seconds_of(arguments)
         if level not in ("ram", "object"):
