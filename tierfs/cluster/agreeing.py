@@ -87,6 +87,8 @@ class Agreement:
         self._agreed: dict[Key, tuple[StepState, float]] = {}
         self._waited_in_vain = False
         self.settled_after_s = SETTLED_AFTER_S
+        #: This node is a member: before that it commits nothing (`Membership.member`).
+        self.is_member: Callable[[], bool] = lambda: True
         self._read_at = -math.inf
         view.listen(self._seen)
         publisher.commit = self.commit_complete
@@ -223,10 +225,13 @@ class Agreement:
         return any(inner in files and files[inner].node != self.node for inner in named)
 
     async def _is_connected(self, ends_at: float) -> bool:
-        if not self.view.connected:
+        def is_there() -> bool:
+            return self.view.connected and self.is_member()
+
+        if not is_there():
             longest_s = ends_at - trio.current_time()
             within_s = max(0.0, min(longest_s, _SHORT_WAIT_S) if self._waited_in_vain else longest_s)
-            self._waited_in_vain = not await self.view.until(lambda: self.view.connected, within_s=within_s)
+            self._waited_in_vain = not await self.view.until(is_there, within_s=within_s)
             return not self._waited_in_vain
         self._waited_in_vain = False
         return True
@@ -416,7 +421,7 @@ class Agreement:
     async def _without_catalogue(self, wanted: _Wanted) -> Outcome:
         """alone where all that is named is this node's, and here; pending else."""
         record = wanted.record
-        if self.view.connected:
+        if self.view.connected and self.is_member():
             return "pending"  # for files of nodes that are away, or since others go on changing the step
         known = self.view.known_files(record.key, wanted.generation)
         here = await self.publisher.files.every(record)

@@ -32,7 +32,7 @@ def _here(tier: ClusterTier, record: StepRecord, state: StepState | None) -> dic
 
 def _copies(tier: ClusterTier, record: StepRecord, state: StepState | None) -> dict[str, Any]:
     replicas = tier.settings.for_namespace(record.manifest.namespace).replication.replicas
-    wanted = min(replicas, max(1, len(tier.view.nodes)))
+    wanted = replicas
     if not record.is_complete:
         return {"state": "none", "wanted": wanted, "copies": 0}
     is_believed = state is None or state.level != "replicated" or tier.stewardship.is_believed(record.key)

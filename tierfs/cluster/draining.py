@@ -107,7 +107,7 @@ class Drain:
         It ends early where no other node has room for any of it, or there is none.
         The node stays drained, until it goes or `stop` is called. `told` is called with each change of what is left.
         """
-        log.info("draining: other nodes copy what only this one holds, for %.0f s at most", within_s)
+        log.info("draining: other nodes copy what only this one holds")
         self._be(DRAINING)
         self._held_elsewhere.clear()
         left = Left(note="nothing was looked at yet")

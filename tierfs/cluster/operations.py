@@ -162,7 +162,7 @@ class ClusterOperations:
             described = self._tier.describe(record)["replica"]
             if described["state"] == "replicated":
                 return
-            if described["wanted"] < 2 and record.is_complete:
+            if record.is_complete and (described["wanted"] < 2 or not self._tier.has_peers()):
                 raise TierfsError(
                     f"{record.rel} gets no copies: there is no other node, or replication.replicas is 1 for it"
                 )

@@ -300,8 +300,8 @@ class Replicator:
         self._not_before[place] = math.inf if until_sealed else trio.current_time() + NO_ROOM_PAUSE_S
         if not is_known:
             message = f"{inner} of {author} is not copied here: {error.message}"
-            log.warning("%s", message, extra=self._extra(key, inner))
-            self._registry.problem("warning", message, "/".join(key))
+            # A first time may pass by itself: room is being made, or a growing file was given more than it will need.
+            log.info("%s", message, extra=self._extra(key, inner))
 
     # --- what is missing of complete steps
 

@@ -31,6 +31,9 @@ from tierfs.steps.registry import Key, StepRegistry
 
 log = logging.getLogger("tierfs.cluster")
 
+#: How long a commit waits for this node's own view of it.
+SEEN_WITHIN_S = 5.0
+
 #: Files that are made before other requests have their turn: some 100 µs each.
 AT_ONCE = 8
 
@@ -349,6 +352,30 @@ class Showing(ShownNames):
         record.manifest.added.discard(inner)
         record.unsaved = True
         self.tell(rel)
+
+    async def show_committed(self, record: StepRecord, marker: str | None) -> bool:
+        """The step was committed by this node: what the others wrote gets its names here, before the marker does.
+
+        False where the catalogue can't be asked what that is.
+        """
+        manifest = record.manifest
+        generation = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
+        key = record.key
+
+        def is_seen() -> bool:
+            seen = self.view.states.get(key)
+            return seen is not None and seen.record.generation >= generation
+
+        await self.view.until(is_seen, within_s=SEEN_WITHIN_S)
+        try:
+            files = await self.view.files(key, generation, fresh=True)
+        except CatalogError as error:
+            log.warning("names of other nodes' files are made later: %s", error, extra=self.registry.extra(record))
+            return False
+        async with self.lock(key):
+            names = [inner for inner in files.files if inner != marker]
+            await self.place_files(record, files, names, is_complete=True, by_force=True)
+        return True
 
     def _make_parents(self, record: StepRecord, inner: str) -> None:
         """Directories that the catalogue does not have one by one."""

@@ -56,8 +56,8 @@ log = logging.getLogger("tierfs.cluster")
 
 #: After the catalogue was read and could not be brought together with what is here.
 JOIN_AGAIN_S = 1.0
-#: How long a commit waits for this node's own view of it.
-SEEN_WITHIN_S = 5.0
+#: How long a start waits until this node is a member.
+MEMBER_WITHIN_S = 3.0
 #: How long a close(2) waits for the catalogue.
 FLUSHED_WITHIN_S = 2.0
 #: How long leaving may take: telling the others that this node goes.
@@ -146,6 +146,7 @@ class ClusterTier:
         """What the parts tell each other."""
         self.view.listen(self._seen)
         self.publisher.counts_as_member = self.membership.may_count
+        self.agreement.is_member = lambda: self.membership.member
         self.publisher.on_deleted = self.following.step_deleted
         self.publisher.on_committed = self.following.step_committed
         self.publisher.on_withdrawn = self.following.step_withdrawn
@@ -179,17 +180,23 @@ class ClusterTier:
             await nursery.start(self.peers.run)
             await nursery.start(self.hydration.run)
             await nursery.start(self.following.run)
-            await nursery.start(self.replicator.run)
-            await nursery.start(self.holdings.run)
-            await nursery.start(self.stewardship.run)
-            await nursery.start(self.publisher.run)
-            await nursery.start(self.removing.run)
             await nursery.start(self.view.run)
-            nursery.start_soon(self._join_again)
             await nursery.start(self.membership.run)
-            nursery.start_soon(self._tell_room)
+            nursery.start_soon(self._be_member, nursery, as_member := trio.Event())
             await nursery.start(Notices(self.settings.cluster, self._noticed).run)
+            with trio.move_on_after(MEMBER_WITHIN_S):
+                await as_member.wait()
             task_status.started()
+
+    async def _be_member(self, nursery: trio.Nursery, done: trio.Event) -> None:
+        """Only a member says what it has, counts copies and takes any: another node may have this one's name."""
+        while not self.membership.member:
+            await self.view.until(lambda: self.membership.member, within_s=JOIN_AGAIN_S)
+        for part in (self.replicator, self.holdings, self.stewardship, self.publisher, self.removing):
+            await nursery.start(part.run)
+        nursery.start_soon(self._join_again)
+        nursery.start_soon(self._tell_room)
+        done.set()
 
     async def leave(self) -> None:
         """The mount is gone: others needn't wait for the lease to run out. Before `run` is cancelled."""
@@ -213,6 +220,11 @@ class ClusterTier:
     def _seen(self, change: Change) -> None:
         if change.kind == "reset":
             self._join_wanted.set()
+        if change.kind == "node" and change.key != self.node and (change.old is None or change.new is None):
+            came = change.new is not None
+            log.log(
+                logging.INFO if came else logging.WARNING, "the node %s %s", change.key, "came" if came else "is gone"
+            )
         if change.kind in ("node", "reset"):
             for record in self.registry.records.values():
                 if not record.is_complete and record.manifest.files:
@@ -359,30 +371,9 @@ class ClusterTier:
         self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
     ) -> Outcome:
         outcome = await self.agreement.agree(record, marker, content, marker_at)
-        if outcome == "agreed" and not await self._show_all(record, marker):
+        if outcome == "agreed" and not await self.showing.show_committed(record, marker):
             put_away_others(self.registry, self.copies, record, content.files if content is not None else ())
         return outcome
-
-    async def _show_all(self, record: StepRecord, marker: str | None) -> bool:
-        """The step was committed by this node: what the others wrote gets its names here, before the marker does."""
-        manifest = record.manifest
-        generation = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
-        key = record.key
-
-        def is_seen() -> bool:
-            seen = self.view.states.get(key)
-            return seen is not None and seen.record.generation >= generation
-
-        await self.view.until(is_seen, within_s=SEEN_WITHIN_S)
-        try:
-            files = await self.view.files(key, generation, fresh=True)
-        except CatalogError as error:
-            log.warning("names of other nodes' files are made later: %s", error, extra=self.registry.extra(record))
-            return False
-        names = [inner for inner in files.files if inner != marker]
-        async with self.showing.lock(key):
-            await self.showing.place_files(record, files, names, is_complete=True, by_force=True)
-        return True
 
     def completed(self, record: StepRecord) -> None:
         self.agreement.completed(record)
