@@ -171,6 +171,8 @@ def in_namespace(script: str, directory: Path, **variables: str | Path) -> str:
     values = {"D": directory, "PY": python, "HOME_OF_PYTHON": python.resolve().parents[1]}
     values |= {"REPOSITORY": repository(), **variables}
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    # The copies of other tests' mounts: their daemons would live for as long as they are held.
+    lines.append("for each in $(awk '$3 ~ /^fuse/ {print $2}' /proc/self/mounts); do umount -l $each; done")
     done = subprocess.run(
         ["unshare", "-m", "--propagation", "private", "bash", "-c", "\n".join([*lines, script])],
         cwd=repository(),

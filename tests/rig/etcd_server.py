@@ -73,7 +73,7 @@ class Member:
     def launch(self) -> None:
         """Returns at once: of three, two are needed before any answers."""
         assert not self.is_running
-        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        inside = _inside(self.namespace)
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*inside, "etcd", *self.arguments],
@@ -104,7 +104,7 @@ class Member:
         return ""
 
     def _signal(self, number: int) -> None:
-        # `ip netns exec` becomes the program it runs, so the group has one process either way.
+        # `nsenter` becomes the program it runs, so the group has one process either way.
         if self.is_running:
             assert self._process is not None
             os.killpg(self._process.pid, number)
@@ -171,7 +171,7 @@ class Etcd:
     def control(self, *arguments: str, member: Member | None = None, given: str = "") -> str:
         """What `etcdctl` prints, asked as root and given this at its standard input."""
         asked = member or self.members[0]
-        inside = ["ip", "netns", "exec", asked.namespace] if asked.namespace else []
+        inside = _inside(asked.namespace)
         endpoints = ",".join(each.endpoint for each in ([member] if member else self.members))
         done = subprocess.run(
             [*inside, "etcdctl", f"--endpoints={endpoints}", *self._control, *arguments],
@@ -313,6 +313,12 @@ def _free_ports(count: int) -> list[int]:
 
 
 _given: set[int] = set()
+
+
+def _inside(namespace: str) -> list[str]:
+    """What goes before a command that is to run there. `ip netns exec` would make a copy of all mounts for it as well,
+    and hold every FUSE mount of the machine for as long as it runs."""
+    return ["nsenter", f"--net=/run/netns/{namespace}"] if namespace else []
 
 
 def _unsupported() -> str:
