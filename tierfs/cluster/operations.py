@@ -122,7 +122,7 @@ class ClusterOperations:
         found += [
             {
                 "severity": "error",
-                "message": f"{'/'.join(key)} is lost: a file of it has no copy left; `latest` passes it over",
+                "message": "it is lost: a file of it has no copy left; `latest` passes it over",
                 "path": "/".join(key),
             }
             for key, seen in tier.view.states.items()
