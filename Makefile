@@ -49,7 +49,7 @@ bench: setup ## measure against baselines taken in the same run; results go to b
 	PYTHONPATH=tests $(RUN)/python bench/run.py
 
 soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads and of nodes
-	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py --timeout 3600 -v -rP
+	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py tests/mount/test_channel.py --timeout 3600 -v -rP
 
 mount-helper: setup ## let mount(8) and /etc/fstab find tierfs, as root: links in /sbin
 	ln -sf $(abspath $(RUN))/mount.tierfs /sbin/mount.tierfs
