@@ -92,6 +92,19 @@ def test_prefetch_brings_the_files_that_a_rank_will_load(nodes: Cluster, run: st
     check_everywhere([reader], step, 1, SIZES)
 
 
+def test_what_a_command_removes_is_removed_everywhere(nodes: Cluster, run: str) -> None:
+    for number in (1, 2):
+        write_step(nodes[0].mountpoint / run / f"step_{number}", number, [300_000])
+    (nodes[0].mountpoint / run / "notes").mkdir()
+    (nodes[0].mountpoint / run / "notes" / "text").write_text("plain")
+    wait_latest(nodes.nodes, "step_2", run)
+    assert asked(nodes[1], "rm", nodes[1].mountpoint / run / "step_2")["steps"] == 1
+    wait_latest(nodes.nodes, "step_1", run)
+    assert asked(nodes[2], "rm", "-r", nodes[2].mountpoint / run)["steps"] == 1
+    for node in nodes:
+        soon(lambda node=node: not (node.mountpoint / run).exists(), f"{run} is gone on {node.node_id}")  # type: ignore[misc]
+
+
 def test_damaged_copies_are_found_from_anywhere_and_each_node_mends_its_own(nodes: Cluster, run: str) -> None:
     for seed in (1, 2):
         write_step(nodes[0].mountpoint / run / f"step_{seed}", seed, SIZES)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -102,6 +103,7 @@ class StepOperations:
     async def remove(self, rel: str, *, recursive: bool) -> dict[str, Any]:
         """Remove a step, or with `recursive` a whole namespace."""
         where = self.registry.names.locate(safe_relative(rel))
+        await self.registry.cluster.show(rel)
         if where is not None and where.inner == "":
             return self._remove(self.step_at(rel))
         path = self.registry.root / rel
@@ -109,6 +111,7 @@ class StepOperations:
             raise PathRefused(f"{rel} is neither a step nor a namespace; remove single files with rm")
         if not recursive:
             raise PathRefused(f"{rel} is a namespace; --recursive removes it with all its steps")
+        await self.registry.cluster.show_listing(rel)
         removed = {"steps": 0, "bytes": 0}
         records = [
             record
@@ -120,11 +123,23 @@ class StepOperations:
         for record in records:
             freed = self._remove(record)
             removed = {key: removed[key] + freed[key] for key in removed}
+        names = await trio.to_thread.run_sync(self._names_below, path)
         self.registry.discard(path)
+        for name in (*names, rel):
+            self.registry.cluster.gone(name)
         self.registry.latest.removed_below(rel)
         directory, _, name = rel.rpartition("/")
         self.registry.invalidate(directory, name)
         return removed
+
+    def _names_below(self, path: Path) -> list[str]:
+        """What lies in a directory, what is in a directory before the directory itself; paths from the root."""
+        root = self.registry.root
+        return [
+            (Path(directory) / name).relative_to(root).as_posix()
+            for directory, directories, files in os.walk(path, topdown=False)
+            for name in (*files, *directories)
+        ]
 
     def _refuse_if_written(self, record: StepRecord) -> None:
         if record.writers:
@@ -135,6 +150,7 @@ class StepOperations:
         self._refuse_if_written(record)
         size = sum(entry.size_bytes for entry in record.scan().values())
         self.registry.object_tier.removed(record)
+        self.registry.cluster.removed(record)
         self.registry.remove(record)
         log.info("step removed by command", extra=self.registry.extra(record))
         return {"steps": 1, "bytes": size}
