@@ -15,7 +15,7 @@ from rig.fault_jobs import check_step, check_steps, save_until_stopped
 from rig.instance import Instance
 from rig.ranks import Job, run_ranks
 
-SIZE = 48 * MIB
+SIZE = 24 * MIB
 
 
 @pytest.mark.timeout(1200)

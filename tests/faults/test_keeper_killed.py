@@ -14,7 +14,7 @@ from rig.fault_jobs import check_steps, save_steps
 from rig.instance import Instance, wait_until
 from rig.ranks import run_ranks
 
-SIZE = 48 * MIB
+SIZE = 24 * MIB
 
 
 def is_gone(pid: int) -> bool:
