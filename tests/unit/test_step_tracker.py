@@ -257,6 +257,21 @@ async def test_an_edited_config_costs_no_completeness_when_the_daemon_dies(drive
 # --- overwriting
 
 
+async def test_an_overwrite_of_a_step_not_shown_as_a_whole_goes_on_with_the_next_daemon(
+    driver: Driver,
+) -> None:
+    """Other nodes' files may not have their names here yet."""
+    await driver.save(STEP, 1)
+    driver.record(STEP).manifest.populated = False
+    writing = await driver.open(f"{STEP}/__0_0.distcp", truncate=True)
+    driver.restart()
+    driver.close(writing)
+    record = driver.record(STEP)
+    assert not record.is_of_old_generation("__0_0.distcp") and record.is_of_old_generation("__1_0.distcp")
+    assert record.manifest.files["__0_0.distcp"].ino == (driver.root / STEP / "__0_0.distcp").stat().st_ino
+    assert MARKER not in record.manifest.files
+
+
 async def test_an_overwrite_keeps_the_old_generation_until_the_new_one_is_whole(driver: Driver) -> None:
     await driver.save(STEP, 1, {**FILES, "__2_0.distcp": 700})
     old = (driver.root / STEP / "__0_0.distcp").open("rb")

@@ -82,9 +82,9 @@ def _recognise(registry: StepRegistry, found: StepRecord, where: StepPath, misse
 def _check(registry: StepRegistry, record: StepRecord) -> None:
     manifest = record.manifest
     if not manifest.populated and manifest.overwrite is None:
-        return  # a step of the object tier: its files are made when somebody looks into it
-    if not manifest.populated:
-        return  # what is there of it was made by an attempt that did not end; the next one goes on with it
+        # A step of the object tier or of other nodes: its files are made when somebody looks into it. What is there was
+        # made by an attempt that did not end; the next one goes on with it.
+        return
     old_directory = registry.old_directory(record)
     if manifest.overwrite is not None and old_directory is not None:
         if old_directory.is_dir():
