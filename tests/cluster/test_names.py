@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,18 @@ def test_a_small_file_is_there_for_all_once_it_is_closed(nodes: Cluster, run: st
             soon(lambda there=there, n=number: (there / name).read_text() == str(n), "the new text", within_s=1)
         else:
             assert (there / name).read_text() == "0"
+
+
+def test_what_a_shell_writes_is_there_for_all(nodes: Cluster, run: str) -> None:
+    here, there = (node.mountpoint / run for node in nodes)
+    for size in (1000, 3_000_000):
+        # The shell closes a copy of the descriptor of `>` before its program writes.
+        subprocess.run(["sh", "-c", f"head -c {size} /dev/urandom > {here}/file{size}"], check=True, timeout=20)
+        soon((there / f"file{size}").exists, "the name")
+        soon(
+            lambda size=size: (there / f"file{size}").read_bytes() == (here / f"file{size}").read_bytes(),
+            f"{size} bytes",
+        )
 
 
 def test_many_files_of_all_sizes_are_the_same_everywhere(nodes: Cluster, run: str) -> None:

@@ -325,12 +325,16 @@ class ClusterTier:
         is_file = info is not None and stat.S_ISREG(info.st_mode) and info.st_ino == ino
         if not is_file or not self.view.connected or self.hydration.is_stub(ino):
             return
+        now = info.st_size, info.st_mtime_ns
+        if self._flushed.get(ino, now) != now:
+            # A shell's `> file` closes a copy of its descriptor before anything is written.
+            self.copies.withdraw(ino, self.registry.root / rel)
         try:
             self.copies.seal(self.registry.root / rel, ino)
         except OSError as error:
             log.debug("%s is published when it is closed: %s", rel, error)
             return
-        self._flushed[ino] = info.st_size, info.st_mtime_ns
+        self._flushed[ino] = now
         self.publisher.sealed(rel, ino)
         await self.publisher.flush_path(rel, within_s=FLUSHED_WITHIN_S)
 
