@@ -1,11 +1,14 @@
-"""What the kernel is told of a file and of the whole file system, in pyfuse3's words."""
+"""What the kernel is told of a file and of the whole file system, in pyfuse3's words, and what it has set."""
 
 from __future__ import annotations
 
 import os
+import stat
 from typing import TYPE_CHECKING
 
 import pyfuse3
+
+from mount import syscalls
 
 if TYPE_CHECKING:
     from tierfs.ram.tier import RamUsage
@@ -54,3 +57,20 @@ def statfs_of(usage: RamUsage) -> pyfuse3.StatvfsData:
     answer.f_ffree = answer.f_favail = usage.files_free
     answer.f_namemax = NAME_MAX
     return answer
+
+
+def set_owner_and_mode(path: str, attr: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
+    """Of what is at `path`, those that the request names. OSError."""
+    if fields.update_uid or fields.update_gid:
+        os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
+    if fields.update_mode:
+        os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
+
+
+def set_times(path: str, attr: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
+    """The same of its times."""
+    syscalls.set_times(
+        path.encode(),
+        attr.st_atime_ns if fields.update_atime else None,
+        attr.st_mtime_ns if fields.update_mtime else None,
+    )

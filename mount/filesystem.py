@@ -23,7 +23,7 @@ import pyfuse3
 
 from mount import syscalls, xattrs
 from mount.answers import answered
-from mount.attributes import entry_of, statfs_of
+from mount.attributes import entry_of, set_owner_and_mode, set_times, statfs_of
 from mount.listings import DOT, DOTDOT, Listings
 from mount.nodes import ROOT, NodeTable
 from mount.open_files import OpenFiles, is_writing
@@ -241,18 +241,11 @@ class TierFs(pyfuse3.Operations):
                 await self._stubs.empty(inode, rel)
             await self._files.truncate(inode, attr.st_size, privileged=ctx.uid == 0)
         path = self.nodes.proc(inode)
-        if fields.update_uid or fields.update_gid:
-            os.chown(path, attr.st_uid if fields.update_uid else -1, attr.st_gid if fields.update_gid else -1)
-        if fields.update_mode:
-            os.chmod(path, stat.S_IMODE(attr.st_mode))  # noqa: PTH101
+        set_owner_and_mode(path, attr, fields)
         if fields.update_atime or fields.update_mtime:
             await self.tier.before_times_are_set(inode)
             before = self.nodes.stat(inode)
-            syscalls.set_times(
-                path.encode(),
-                attr.st_atime_ns if fields.update_atime else None,
-                attr.st_mtime_ns if fields.update_mtime else None,
-            )
+            set_times(path, attr, fields)
             if fields.update_mtime:
                 self._stubs.times_set(inode)
                 self.tracker.times_set(self._path_or_none(inode), before, self.nodes.stat(inode))
