@@ -21,7 +21,7 @@ def check_cluster(settings: Settings) -> str:
     if not settings.catalog:
         return ""
     from tierfs.catalog.opening import open_store
-    from tierfs.transport.addresses import split_setting
+    from tierfs.transport.addresses import is_loopback, split_setting
     from tierfs.transport.credentials import Credentials
     from tierfs.transport.server import where_to_listen
 
@@ -36,7 +36,8 @@ def check_cluster(settings: Settings) -> str:
     split_setting(settings.cluster.advertise, "cluster.advertise")
     credentials = Credentials(settings.cluster)
     where_to_listen(settings, credentials)
-    if credentials.none:
+    asked_for = split_setting(settings.cluster.listen, "cluster.listen")
+    if credentials.none and not all(is_loopback(host) for host, _ in asked_for):
         return (
             "warning: there is neither a secret nor a certificate, so no node of another machine is let in, nor lets "
             "this one in: set cluster.secret_file to a file of mode 600 that is the same on all nodes"
