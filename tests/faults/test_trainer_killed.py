@@ -14,7 +14,7 @@ from rig.fault_jobs import identify_step, save_and_wait, save_steps
 from rig.instance import Instance, wait_until
 from rig.ranks import Job, run_ranks
 
-SIZE = 48 * MIB
+SIZE = 24 * MIB
 SETTLES_WITHIN_S = 30
 
 
