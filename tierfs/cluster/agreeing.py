@@ -43,6 +43,8 @@ _T = TypeVar("_T")
 #: After the catalogue came back each node first tells it what was written over meanwhile: so long nothing of others is
 #: committed.
 SETTLED_AFTER_S = 2.0
+#: How long a commit waits that will be asked for again.
+IMPATIENT_S = 0.5
 #: Between two looks at the other nodes' parts, while something is missing.
 _LOOK_AGAIN_S = 0.1
 _LOOK_AGAIN_MOST_S = 1.0
@@ -95,7 +97,13 @@ class Agreement:
         publisher.is_completing = self.is_completing
 
     async def agree(
-        self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
+        self,
+        record: StepRecord,
+        marker: str | None,
+        content: MarkerContent | None,
+        marker_at: str | None,
+        *,
+        patient: bool = True,
     ) -> Outcome:
         """See `tierfs.steps.cluster.Cluster.agree`. `marker_at` lies inside the step, as names in `content` do."""
         expected = self.publisher.expected.get(record.key)
@@ -103,7 +111,7 @@ class Agreement:
             content = MarkerContent(dict(expected))
         wanted = _Wanted(record, writing_generation(record.manifest), marker, marker_at, content)
         self.publisher.waiting_markers.pop(record.key, None)
-        ends_at = trio.current_time() + self.registry.settings.cluster.wait_s
+        ends_at = trio.current_time() + (self.registry.settings.cluster.wait_s if patient else IMPATIENT_S)
         try:
             agreed = await self._agree(wanted, ends_at)
         except TryAgain as error:

@@ -372,9 +372,15 @@ class ClusterTier:
     # --- steps
 
     async def agree(
-        self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
+        self,
+        record: StepRecord,
+        marker: str | None,
+        content: MarkerContent | None,
+        marker_at: str | None,
+        *,
+        patient: bool = True,
     ) -> Outcome:
-        outcome = await self.agreement.agree(record, marker, content, marker_at)
+        outcome = await self.agreement.agree(record, marker, content, marker_at, patient=patient)
         if outcome == "agreed" and not await self.showing.show_committed(record, marker):
             put_away_others(self.registry, self.copies, record, content.files if content is not None else ())
         return outcome

@@ -103,12 +103,19 @@ class Cluster(Protocol):
     # --- steps
 
     async def agree(
-        self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
+        self,
+        record: StepRecord,
+        marker: str | None,
+        content: MarkerContent | None,
+        marker_at: str | None,
+        *,
+        patient: bool = True,
     ) -> Agreement:
         """Before the step is complete here: all that the marker names is sealed somewhere, and the commit is made.
 
         `marker` is its path inside the step once it is in place, `marker_at` where it lies now; `content` what it
-        names (None: every file that is there). Waits for files that are just being sealed, `cluster.wait_s` at most.
+        names (None: every file that is there). Waits for files that are just being sealed, `cluster.wait_s` at most;
+        not `patient`: hardly, since it will be asked again.
         Once agreed, all of the step's files are shown here. CommitRefused where something is missing for good.
         """
         ...
@@ -220,7 +227,13 @@ class Alone:
         pass
 
     async def agree(
-        self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
+        self,
+        record: StepRecord,
+        marker: str | None,
+        content: MarkerContent | None,
+        marker_at: str | None,
+        *,
+        patient: bool = True,
     ) -> Agreement:
         return "agreed"
 

@@ -20,6 +20,7 @@ log = logging.getLogger("tierfs.steps")
 #: close(2) returns before the kernel's RELEASE is handled, so a marker may come a moment before the last file is
 #: known to be closed. A file that is open for longer than this really is.
 CLOSE_GRACE_S = 5.0
+WAITS_FOR_OTHERS = "waits for files of nodes, or for the catalogue, that can't be reached now"
 
 
 async def check_commit(
@@ -67,11 +68,12 @@ async def commit_with_others(
             return False  # the node that wrote the marker judges
         content = MarkerContent(dict.fromkeys(named, 0)) if named else None
         try:
-            if await _agree(registry, record, marker, content, marker) is None:
+            if await _agree(registry, record, marker, content, marker, patient=False) is None:
                 return False
         except CommitRefused as error:
+            if record.manifest.note != error.message:
+                log.info("%s", error.message, extra=registry.extra(record))
             record.manifest.note = error.message
-            log.info("%s", error.message, extra=registry.extra(record))
             return False
         if registry.records.get(record.key) is not record:
             return False
@@ -81,13 +83,21 @@ async def commit_with_others(
 
 
 async def _agree(
-    registry: StepRegistry, record: StepRecord, marker: str | None, content: MarkerContent | None, at: str | None
+    registry: StepRegistry,
+    record: StepRecord,
+    marker: str | None,
+    content: MarkerContent | None,
+    at: str | None,
+    *,
+    patient: bool = True,
 ) -> str | None:
     """How the commit came about; None where it has to wait for other nodes."""
-    agreement = await registry.cluster.agree(record, marker, content, at)
+    agreement = await registry.cluster.agree(record, marker, content, at, patient=patient)
     if agreement != "pending":
         return agreement
-    record.manifest.note = "waits for files of nodes, or for the catalogue, that can't be reached now"
+    if record.manifest.note == WAITS_FOR_OTHERS:
+        return None
+    record.manifest.note = WAITS_FOR_OTHERS
     record.unsaved = True
     log.warning("a step is not complete yet: it %s", record.manifest.note, extra=registry.extra(record))
     registry.lines.write(

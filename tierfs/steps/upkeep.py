@@ -96,11 +96,8 @@ class Upkeep:
             if time.monotonic() < record.judge_after or not self._may_try(record):
                 continue
             registry.to_judge.discard(key)
-            began = time.monotonic()
             with self._tried_again(record):
                 await self._judge(record)
-            ended = time.monotonic()
-            record.judge_after = max(record.judge_after, ended + JUDGE_SHARE * (ended - began))
         for record in list(registry.records.values()):
             if registry.records.get(record.key) is record and self._may_try(record):
                 with self._tried_again(record):
@@ -136,8 +133,10 @@ class Upkeep:
         manifest = record.manifest
         if self.registry.cluster.shares:
             await self.registry.cluster.show_listing(record.rel)  # what other nodes wrote counts
-        changes = record.changes
+        changes, began = record.changes, time.monotonic()
         verdict = await trio.to_thread.run_sync(self._verdict, record, limiter=self._limiter)
+        ended = time.monotonic()
+        record.judge_after = max(record.judge_after, ended + JUDGE_SHARE * (ended - began))
         if self.registry.records.get(record.key) is not record or record.is_complete:
             return
         if record.changes != changes:
