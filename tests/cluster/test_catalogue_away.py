@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import threading
 import time
 
 import pytest
 
 from rig.cluster import BOUND_S, MIB, Cluster, Node
 from rig.cluster_steps import check_everywhere, on_each, soon, wait_latest, wait_replicated, write_together
+from rig.instance import wait_until
 from rig.plain_steps import check_step, write_step
 
 pytestmark = pytest.mark.alone
@@ -140,3 +143,34 @@ def test_a_mount_without_its_catalogue_serves_what_it_has_and_joins_later(nodes:
     wait_latest(nodes.nodes, "step_1", f"{run}-late", within_s=BOUND_S)
     check_everywhere(nodes.nodes, f"{run}-late/step_1", 3, SIZES)
     check_everywhere(nodes.nodes, f"{run}/step_1", 1, SIZES)
+
+
+def test_etcd_may_die_while_a_step_is_written_again(nodes: Cluster, run: str, dice: random.Random) -> None:
+    write_together(nodes.nodes, f"{run}/step_1", 1, SIZES)
+    wait_replicated(nodes.nodes, f"{run}/step_1")
+    for seed in (2, 3):
+        writers = dice.sample(list(nodes.nodes), 2)
+
+        def die_and_come_back() -> None:
+            time.sleep(dice.uniform(0.0, 0.25))  # a random moment of the save
+            nodes.etcd.kill()
+            time.sleep(dice.uniform(0.5, 1.5))
+            nodes.etcd.start()
+
+        killer = threading.Thread(target=die_and_come_back)
+        killer.start()
+        try:
+            write_together(writers, f"{run}/step_1", seed, SIZES)
+        finally:
+            killer.join()
+        for node in nodes.nodes:
+            step = node.mountpoint / run / "step_1"
+            wanted = [b"complete", str(seed).encode()]
+            wait_until(
+                lambda step=step, wanted=wanted: (  # type: ignore[misc]
+                    [os.getxattr(step, f"user.tierfs.{name}") for name in ("state", "generation")] == wanted
+                ),
+                f"generation {seed} is complete on {node.node_id}",
+                BOUND_S,
+            )
+            check_step(step, seed, SIZES)
