@@ -66,6 +66,8 @@ def test_a_directory_is_there_for_all_as_soon_as_it_is_made(nodes: Cluster, run:
 def test_a_small_file_is_there_for_all_once_it_is_closed(nodes: Cluster, run: str) -> None:
     name = "latest_checkpointed_iteration.txt"
     mounts = [node.mountpoint / run for node in nodes]
+    (mounts[0] / "1000").write_text("no step, whatever its name looks like")
+    assert (mounts[1] / "1000").read_text().startswith("no step")
     for number in range(10):
         here, there = mounts[number % 2], mounts[1 - number % 2]
         if number % 3:

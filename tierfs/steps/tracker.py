@@ -107,7 +107,7 @@ class Steps:
         where = self.registry.names.locate(rel) if rel is not None else None
         now_in = self.registry.at_or_new(where) if where is not None and where.inner else None
         if where is None or now_in is None:
-            if rel is not None and where is None:
+            if rel is not None and (where is None or not where.inner):  # also a file that is named as a step
                 self.registry.cluster.sealed(rel, nodeid)
             return
         entry = self._seal(now_in, where.inner)
@@ -328,7 +328,8 @@ class Steps:
         await wait_for_level(self.registry, rel)
 
     async def flushed(self, rel: str, nodeid: int) -> None:
-        if self.registry.cluster.shares and rel and self.registry.names.locate(rel) is None:
+        where = self.registry.names.locate(rel)
+        if self.registry.cluster.shares and rel and (where is None or not where.inner):
             await self.registry.cluster.flushed(rel, nodeid)
 
     def attributes_set(self, rel: str | None) -> None:
