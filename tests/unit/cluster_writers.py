@@ -66,10 +66,16 @@ class Told(Alone):
         self._node.publisher.sealed(rel, ino)
 
     async def agree(
-        self, record: StepRecord, marker: str | None, content: MarkerContent | None, marker_at: str | None
+        self,
+        record: StepRecord,
+        marker: str | None,
+        content: MarkerContent | None,
+        marker_at: str | None,
+        *,
+        patient: bool = True,
     ) -> Outcome:
         node = self._node
-        outcome = await node.agreement.agree(record, marker, content, marker_at)
+        outcome = await node.agreement.agree(record, marker, content, marker_at, patient=patient)
         if outcome == "agreed":  # what others wrote gets its names before the marker does
             current = record.manifest.overwrite
             generation = current.generation if current is not None else record.manifest.generation

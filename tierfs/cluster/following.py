@@ -20,7 +20,7 @@ from functools import partial
 
 import trio
 
-from tierfs.catalog.records import TreeRecord
+from tierfs.catalog.records import FileRecord, TreeRecord
 from tierfs.cluster import placing
 from tierfs.cluster.making import version_at
 from tierfs.cluster.operating import Operating
@@ -383,13 +383,21 @@ class Following:
         elif old.record.kind == "link" and placing.read_link(self._root, rel) == old.record.target:
             placing.remove_file(self._root, rel)
         elif old.record.file is not None and stat.S_ISREG(info.st_mode):
-            if version_at(self._root / rel)[0] != old.record.file.version:
+            if not self._is_left_of(rel, old.record.file):
                 return  # written again since
             placing.remove_file(self._root, rel)
             self._showing.maker.on_replaced(info.st_ino)
         else:
             return
         self._is_gone(rel)
+
+    def _is_left_of(self, rel: str, file: FileRecord) -> bool:
+        """What stands there is the file that was removed, or an earlier one whose successor was not brought in time."""
+        version = version_at(self._root / rel)[0]
+        if version == file.version:
+            return True
+        is_news = rel in self._view.tree or self.is_behind(rel, self._view.revision)
+        return not is_news and self._showing.was_published(rel, version)
 
     async def _removed_meanwhile(self, rel: str) -> None:
         info = placing.look(self._root, rel)

@@ -232,10 +232,13 @@ class Publisher:
 
     def is_made_here(self, rel: str) -> bool:
         """A program made it here, and the catalogue does not know yet."""
-        return rel in self.names.made or self._marks.has(("path", rel))
+        return rel in self.names.made or self.is_being_told(rel)
+
+    def is_being_told(self, rel: str) -> bool:
+        """The catalogue is about to hear of the name."""
+        return self._marks.has(("path", rel))
 
     async def flush_path(self, rel: str, *, within_s: float) -> bool:
-        """The same for a path outside of steps."""
         return await self._marks.flushed(("path", rel), within_s=within_s)
 
     async def flush(self, key: Key | None, *, within_s: float) -> bool:
@@ -485,10 +488,8 @@ class Publisher:
         """A name that was removed here is made again: the catalogue hears of both in this order."""
         if self.view.connected and self.journal.at(rel, "step", "path"):
             where = self.registry.names.locate(rel)
-            if where is not None:
-                await self.flush((where.namespace, where.step), within_s=self.registry.settings.etcd.timeout_s)
-            else:
-                await self.flush(None, within_s=self.registry.settings.etcd.timeout_s)
+            key = (where.namespace, where.step) if where is not None else None
+            await self.flush(key, within_s=self.registry.settings.etcd.timeout_s)
 
 
 def _version(file: FileRecord | None) -> str:

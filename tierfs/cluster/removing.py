@@ -96,7 +96,7 @@ class Removing:
             version = read_version(path) if stat.S_ISREG(info.st_mode) else None
         except FileNotFoundError:
             return
-        self.publisher.gone(old)
+        self.gone(old)  # a commit just then may list the file by its old name
         self.publisher.names.came(new)
         target = self.registry.names.locate(new)
         if version is not None and target is not None and not version.startswith(f"{self.node}/"):

@@ -43,6 +43,10 @@ class ShownNames:
         self.root = registry.root
         self.removed_here: Callable[[str], bool] = lambda rel: False
         self.is_moving_here: Callable[[str], bool] = lambda rel: False
+        #: What has the name may be on its way to the catalogue: who takes it there looks at the name again afterwards.
+        self.is_being_told: Callable[[str], bool] = lambda rel: False
+        #: This node has changed the name in the catalogue since that revision.
+        self.is_behind: Callable[[str, int], bool] = lambda rel, revision: False
         #: The last few versions of this node's that the catalogue had of plain files, by path.
         self._published: dict[str, tuple[str, ...]] = {}
         self._placed: dict[str, int] = {}  # directories, by path
@@ -60,6 +64,11 @@ class ShownNames:
         known = self._published.get(rel, ())
         if version not in known and version.startswith(f"{self.copies.node}/"):
             self._published[rel] = (*known, version)[-_VERSIONS_KEPT:]
+
+    def was_published(self, rel: str, version: str) -> bool:
+        """It is of another node, or one of this node's that the catalogue had of the name."""
+        is_theirs = bool(version) and version.partition("/")[0] != self.copies.node
+        return is_theirs or version in self._published.get(rel, ())
 
     def forget_name(self, rel: str) -> None:
         """The catalogue does not have it any more."""
@@ -113,24 +122,25 @@ class ShownNames:
         if file is None:
             return False
         self._make_way_for_users_latest(rel)
-        if not self._is_plain_wanted(rel, file):
+        if not self._is_plain_wanted(rel, file, seen.mod_revision):
             return False
         fetched = await self.maker.fetch_all([file])
-        if self.view.tree.get(rel) != seen or not self._is_plain_wanted(rel, file):
+        if self.view.tree.get(rel) != seen or not self._is_plain_wanted(rel, file, seen.mod_revision):
             return False  # news came meanwhile, or a program made it
         self.maker.make(self.root, rel, file, plain_place(rel), fetched.get(file.version))
         self.tell(rel)
         return True
 
-    def _is_plain_wanted(self, rel: str, file: FileRecord) -> bool:
+    def _is_plain_wanted(self, rel: str, file: FileRecord, revision: int) -> bool:
         """Nothing is there, or what the catalogue had before: another node's file, or one that this node published."""
-        if self.removed_here(rel):
+        if self.removed_here(rel) or self.is_behind(rel, revision):
             return False
         standing, version = self.maker.standing(self.root, rel, file)
         if standing == "in the way":
             raise FileExistsError(errno.EEXIST, "something else has the name", rel)
-        is_theirs = bool(version) and version.partition("/")[0] != self.copies.node
-        return standing == "absent" or (standing == "other" and (is_theirs or version in self._published.get(rel, ())))
+        if standing != "other":
+            return standing == "absent"
+        return self.was_published(rel, version) and not self.is_being_told(rel)
 
     def _is_as_told(self, rel: str, seen: Seen[TreeRecord]) -> bool:
         """What stands there is what the catalogue has, and not something of this node that it does not know yet."""

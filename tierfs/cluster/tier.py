@@ -154,9 +154,10 @@ class ClusterTier:
         self.publisher.names.on_published = self.showing.note_published
         self.publisher.names.on_overruled = self.following.path_overruled
         self.following.known_here = self.publisher.names.known
-        self.following.is_behind = self.publisher.names.is_behind
+        self.showing.is_behind = self.following.is_behind = self.publisher.names.is_behind
         self.showing.removed_here = self.publisher.is_removed_here
         self.showing.is_moving_here = self.publisher.is_moving_here
+        self.showing.is_being_told = self.publisher.is_being_told
         self.showing.is_completing = self.publisher.is_completing
         self.showing.maker.mark_anew = lambda record: mark_anew(self.hydration.table, record)
         self.following.made_here = self.publisher.is_made_here
@@ -311,6 +312,7 @@ class ClusterTier:
     # --- files
 
     def opened(self, rel: str, ino: int) -> None:
+        self._flushed.pop(ino, None)
         self.publisher.opened(rel, ino)
         try:
             self.copies.growing(rel, ino)
@@ -321,6 +323,7 @@ class ClusterTier:
         await self.publisher.withdraw(rel, ino)
 
     async def flushed(self, rel: str, ino: int) -> None:
+        await self.registry.tier.before_times_are_set(ino)  # giving room would look like a write after the close(2)
         info = self._look(rel)
         is_file = info is not None and stat.S_ISREG(info.st_mode) and info.st_ino == ino
         if not is_file or not self.view.connected or self.hydration.is_stub(ino):
@@ -334,7 +337,8 @@ class ClusterTier:
         except OSError as error:
             log.debug("%s is published when it is closed: %s", rel, error)
             return
-        self._flushed[ino] = now
+        if ino in self.registry.tier.growing:  # its last close is still to come
+            self._flushed[ino] = now
         self.publisher.sealed(rel, ino)
         await self.publisher.flush_path(rel, within_s=FLUSHED_WITHIN_S)
 
@@ -350,7 +354,8 @@ class ClusterTier:
 
     def sealed(self, rel: str, ino: int) -> None:
         info, flushed = self._look(rel), self._flushed.pop(ino, None)
-        if info is not None and flushed not in (None, (info.st_size, info.st_mtime_ns)):
+        now = (info.st_size, info.st_mtime_ns) if info is not None else None
+        if None not in (now, flushed) and now != flushed:
             # Written on after a close(2) that was not the last one: other bytes than those that were published.
             self.copies.withdraw(ino, self.registry.root / rel)
         if not self.hydration.is_stub(ino):
@@ -359,7 +364,8 @@ class ClusterTier:
             except OSError as error:
                 log.warning("%s can't be given a version: %s", rel, error, extra=self._extra(rel))
                 return
-        self.publisher.sealed(rel, ino)
+        if flushed is None or now != flushed:  # else it was published at close(2): what others wrote since is newer
+            self.publisher.sealed(rel, ino)
 
     async def wait_file_replicated(self, rel: str, ino: int) -> None:
         where = self.registry.names.locate(rel)

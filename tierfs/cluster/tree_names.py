@@ -57,7 +57,7 @@ class TreeNames:
         self.on_kept: Callable[[str], None] = lambda rel: None
         #: Told the version under which the catalogue has, or had, this node's file of that name.
         self.on_published: Callable[[str, str], None] = lambda rel, version: None
-        #: Told when another node's file counts instead of this node's.
+        #: Told when another node's file may count instead of this node's.
         self.on_overruled: Callable[[str], None] = lambda rel: None
         #: Directories made in the catalogue by this daemon, by the revision, until their record or tree tells it.
         self.made: dict[str, int] = {}
@@ -237,10 +237,17 @@ class TreeNames:
             await self._publish_removal(entry)
         for _ in range(_ROUNDS):
             if await self._publish_once(rel):
+                self._look_again(rel)
                 return
             for entry in self._journal.at(rel, "path"):
                 await self._publish_removal(entry)
         raise TryAgain(f"others go on changing {rel}")
+
+    def _look_again(self, rel: str) -> None:
+        """What another node published meanwhile was not brought here, or this node's file does not count."""
+        now = self._view.tree.get(rel)
+        if now is not None and now.record.file is not None and now.record.node != self.node:
+            self.on_overruled(rel)
 
     async def _publish_removal(self, entry: Owed) -> None:
         rel, modified = entry.path, entry.modified
@@ -295,8 +302,7 @@ class TreeNames:
         if seen is not None and _is_newer(seen.record, record):
             if rel not in self._just_made:
                 self._settled(rel, record, at)
-                self.on_overruled(rel)
-                return True
+                return True  # it gives way, by `_look_again`
             record = self._opened_after(rel, record, seen.record)
         above = await self._parents(rel)
         here = Compare(tree_key(rel), "mod", "equal", seen.mod_revision if seen is not None else 0)
@@ -308,9 +314,6 @@ class TreeNames:
         self._put_at[rel] = created, result.revision
         self._settled(rel, record, at)
         self.joined(rel, created)
-        now = self._view.tree.get(rel)
-        if now is not None and now.mod_revision > result.revision and now.record.node != self.node:
-            self.on_overruled(rel)  # the news of it came before this call's answer
         # Removed meanwhile, when nobody knew that the catalogue would have it: that is owed now.
         return self._is_here(rel) or not self.gone(rel)
 
