@@ -126,7 +126,11 @@ class WritingNode(Node):
         self.publisher.on_committed = self.following.step_committed
         self.publisher.on_withdrawn = self.following.step_withdrawn
         self.publisher.names.on_kept = self.following.path_kept
+        self.publisher.names.on_published = self.showing.note_published
+        self.publisher.names.on_overruled = self.following.path_overruled
+        self.showing.is_behind = self.following.is_behind = self.publisher.names.is_behind
         self.showing.removed_here = self.publisher.is_removed_here
+        self.showing.is_being_told = self.publisher.is_being_told
         self.following.made_here = self.publisher.is_made_here
         self.registry.cluster = Told(self)  # type: ignore[assignment]
         self._join_wanted = trio.Event()

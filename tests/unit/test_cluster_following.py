@@ -105,6 +105,58 @@ async def test_what_is_not_published_yet_is_left_alone(cluster: dict[str, Node])
         assert (c.root / "run/file").read_bytes() == b"the last word"
 
 
+async def test_no_earlier_version_of_a_removed_file_stays(
+    cluster: dict[str, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, c = cluster["a"], cluster["c"]
+    await a.join()
+    async with c.running():
+        write(a, "run/file", b"1")
+        await a.publish_directory("run")
+        await a.publish_plain("run/file")
+        await c.caught_up()
+        assert (c.root / "run/file").read_bytes() == b"1"
+        asked, fetch = trio.Event(), c.peers.fetch
+
+        async def until_it_is_removed(node: str, version: str, *, most_bytes: int) -> bytes:
+            asked.set()
+            await c.view.until(lambda: "run/file" not in c.view.tree, within_s=5)
+            return await fetch(node, version, most_bytes=most_bytes)
+
+        monkeypatch.setattr(c.peers, "fetch", until_it_is_removed)
+        write(a, "run/file", b"22")
+        await a.publish_plain("run/file")
+        with trio.fail_after(5):
+            await asked.wait()
+        await a.store.delete(keys.tree_key("run/file"))
+        await c.caught_up()
+        assert names_in(c.root) == set()
+
+
+async def test_what_is_on_its_way_to_the_catalogue_is_not_replaced(cluster: dict[str, Node]) -> None:
+    a, c = cluster["a"], cluster["c"]
+    await a.join()
+    async with c.running():
+        for node, data in ((c, b"mine"), (a, b"theirs")):
+            write(node, "run/file", data)
+        await c.publish_directory("run")
+        await c.publish_plain("run/file")
+        await c.caught_up()
+        c.showing.is_being_told = lambda rel: True
+        await a.publish_plain("run/file")
+        await c.caught_up()
+        assert (c.root / "run/file").read_bytes() == b"mine"
+        c.showing.is_being_told = lambda rel: False
+        c.showing.is_behind = lambda rel, revision: True  # published since, and the news of it are still to come
+        c.following.path_overruled("run/file")
+        await c.caught_up()
+        assert (c.root / "run/file").read_bytes() == b"mine"
+        c.showing.is_behind = lambda rel, revision: False
+        c.following.path_overruled("run/file")
+        await c.caught_up()
+        assert (c.root / "run/file").read_bytes() == b"theirs"
+
+
 async def test_what_was_removed_while_this_node_was_away_goes_too(cluster: dict[str, Node]) -> None:
     a, c = cluster["a"], cluster["c"]
     await a.join()

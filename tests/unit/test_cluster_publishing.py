@@ -240,6 +240,24 @@ async def test_files_of_a_complete_step_that_are_added_and_removed(cluster: Clus
         await until(lambda: not cluster.a.driver.record(STEP).is_complete, "it is not complete elsewhere either")
 
 
+async def test_a_file_that_was_committed_by_the_name_it_had_while_it_was_copied(cluster: Cluster) -> None:
+    async with cluster:
+        await cluster.b.mkdirs(STEP)
+        await cluster.b.driver.write(f"{STEP}/.notes.txt.Xy12", b"notes")
+        await cluster.save(1)
+        await cluster.settled()
+        assert ".notes.txt.Xy12" in cluster.files()
+        await cluster.b.driver.rename(f"{STEP}/.notes.txt.Xy12", f"{STEP}/notes.txt")
+        for node in cluster.nodes.values():
+            await node.showing.show_listing(STEP)
+        assert not (cluster.b.root / STEP / ".notes.txt.Xy12").exists()
+        await until(lambda: not cluster.b.removing.is_removed(KEY, ".notes.txt.Xy12"), "the old name goes", within_s=6)
+        await cluster.settled()
+        await cluster.a.showing.show_listing(STEP)
+        for node in cluster.nodes.values():
+            assert names_in(node.root / STEP) == {A, B, MARKER, "notes.txt"}
+
+
 async def test_a_catalogue_that_was_lost_is_filled_again(cluster: Cluster) -> None:
     async with cluster:
         await cluster.save(1)
