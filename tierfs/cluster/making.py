@@ -157,8 +157,8 @@ class FileMaker:
             if found is not None:
                 shelved = found.is_relative_to(self._copies.shelf)
                 os.link(found, scratch, follow_symlinks=False)
-                if shelved:
-                    _make_as(scratch, file)
+                if shelved or not file.version.startswith(f"{self._copies.node}/"):
+                    _make_as(scratch, file)  # also where it was brought before its last chmod or touch
             elif data is not None or file.size_bytes == 0:
                 _write(scratch, data or b"", file)
             else:
@@ -251,5 +251,7 @@ def _make_as(scratch: Path, file: FileRecord) -> None:
     if (info.st_uid, info.st_gid) != (file.uid, file.gid):
         with contextlib.suppress(PermissionError):
             os.chown(scratch, file.uid, file.gid, follow_symlinks=False)
-    scratch.chmod(file.mode)
-    os.utime(scratch, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)
+    if stat.S_IMODE(info.st_mode) != file.mode:
+        scratch.chmod(file.mode)
+    if info.st_mtime_ns != file.mtime_ns:
+        os.utime(scratch, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)

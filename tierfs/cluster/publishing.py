@@ -423,7 +423,7 @@ class Publisher:
         rest = {inner: file for inner, file in own.items() if _version(known.get(inner)) != file.version}
         if not rest:
             return {}
-        committed = await self.view.files(key, generation)
+        committed = await self.view.files(key, generation, fresh=True)
         frozen = {inner: file for part in committed.parts.values() for inner, file in part.items()}
         versions = {file.version for part in committed.parts.values() for file in part.values()}
         return {

@@ -34,6 +34,9 @@ log = logging.getLogger("tierfs.cluster")
 #: How long a commit waits for this node's own view of it.
 SEEN_WITHIN_S = 5.0
 
+#: So many steps are remembered in which other nodes' additions have names here.
+STEPS_WITH_ADDITIONS = 1000
+
 #: Files that are made before other requests have their turn: some 100 µs each.
 AT_ONCE = 8
 
@@ -57,6 +60,8 @@ class Showing(ShownNames):
         self.is_completing: Callable[[Key], bool] = lambda key: False
         self.operations_applied: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._locks: dict[Key, trio.Lock] = {}
+        #: Files that were added to complete steps and have names here: their versions. An addition may go again.
+        self._additions: dict[Key, dict[str, str]] = {}
 
     # --- asked by the mount
 
@@ -207,6 +212,8 @@ class Showing(ShownNames):
                 return
             if is_fresh and not shown.is_complete:
                 await self._remove_vanished(record, files)
+            elif is_fresh:
+                self._remove_additions(record, files)
             if shown.is_complete and done and is_fresh and not record.manifest.populated:
                 self.populated(record, files)
 
@@ -247,16 +254,32 @@ class Showing(ShownNames):
         fetched = await self.maker.fetch_all([files.files[inner] for inner in wanted])
         all_made = True
         told: set[str] = set()
+        gone = self._removed_since(files)
+        additions = {inner for part in files.added.values() for inner in part}
         for at, inner in enumerate(wanted):
             if at % AT_ONCE == AT_ONCE - 1:
                 await trio.lowlevel.checkpoint()
+                gone = self._removed_since(files)
             if self.registry.records.get(record.key) is not record or self.shown(record) != shown:
                 return False
-            # A program may have made or removed it since.
-            if self._is_wanted(record, files, inner, by_force=by_force):
-                file = files.files[inner]
+            file = files.files[inner]
+            # A program may have made or removed it since, here or on another node.
+            if (f"{record.rel}/{inner}", file.version) not in gone and self._is_wanted(
+                record, files, inner, by_force=by_force
+            ):
                 all_made &= self.place_file(record, file, inner, fetched.get(file.version), told=told)
+                if inner in additions:
+                    self._note_addition(record.key, inner, file.version)
         return all_made
+
+    def _removed_since(self, files: StepFiles) -> set[tuple[str, str]]:
+        """Paths and versions that programs of other nodes removed after the parts were read. Who follows them did so
+        before the names were here."""
+        return {
+            (seen.record.path, seen.record.version)
+            for seen in self.view.operations.values()
+            if seen.record.kind == "unlink" and seen.mod_revision > files.revision
+        }
 
     def place_file(
         self,
@@ -338,6 +361,24 @@ class Showing(ShownNames):
                     self.remove_file(record, inner)
             except FileNotFoundError:
                 record.manifest.files.pop(inner, None)
+            except OSError as error:
+                self.cannot(f"{record.rel}/{inner}", error)
+
+    def _note_addition(self, key: Key, inner: str, version: str) -> None:
+        if key not in self._additions and len(self._additions) >= STEPS_WITH_ADDITIONS:
+            del self._additions[next(iter(self._additions))]
+        self._additions.setdefault(key, {})[inner] = version
+
+    def _remove_additions(self, record: StepRecord, files: StepFiles) -> None:
+        """Additions of other nodes that are no longer part of the complete step."""
+        known = self._additions.get(record.key, {})
+        for inner in [inner for inner in known if inner not in files.files and inner not in record.open_names()]:
+            version = known.pop(inner)
+            try:
+                if version_at(record.directory / inner)[0] == version:
+                    self.remove_file(record, inner)
+            except FileNotFoundError:
+                pass
             except OSError as error:
                 self.cannot(f"{record.rel}/{inner}", error)
 
