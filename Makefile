@@ -11,7 +11,7 @@ SETUP := $(VENV)/.setup-done
 SOAK_KILLS ?= 100
 TESTS ?= tests
 # Most tests wait more than they compute. Each worker takes whole files. WORKERS=0 runs one test after the other.
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: help setup demo test pytest lint format bench soak mount-helper clean
 
@@ -30,10 +30,8 @@ demo: setup ## mount, save and load a real checkpoint, kill the daemon meanwhile
 
 test: lint pytest ## lint and the whole test suite: what CI runs
 
-# 5: no test of the kind among those that were asked for.
 pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
-	$(RUN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone" $(TESTS) || test $$? -eq 5
-	$(RUN)/python -m pytest -m alone $(TESTS) || test $$? -eq 5
+	$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup $(TESTS)
 
 lint: setup ## ruff and mypy
 	$(RUN)/ruff check .

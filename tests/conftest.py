@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """By several workers (`--dist loadgroup`): each file whole in one of them, and all clusters in the same one."""
+    for item in items:
+        group = "clusters" if item.get_closest_marker("alone") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 

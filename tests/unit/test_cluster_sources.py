@@ -122,6 +122,7 @@ class Others:
 
 
 class Cluster(Alone):
+    shares = True
     leaves = False
 
     def may_leave_ram(self, record: StepRecord) -> bool:

@@ -302,6 +302,7 @@ class Replicator:
             message = f"{inner} of {author} is not copied here: {error.message}"
             # A first time may pass by itself: room is being made, or a growing file was given more than it will need.
             log.info("%s", message, extra=self._extra(key, inner))
+            self._registry.problem("warning", message, "/".join(key))
 
     # --- what is missing of complete steps
 
