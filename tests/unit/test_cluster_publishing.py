@@ -232,9 +232,13 @@ async def test_files_of_a_complete_step_that_are_added_and_removed(cluster: Clus
         added = await cluster.a.view.files(KEY, 1, fresh=True)
         assert set(added.files) == {A, B, MARKER, "meta.json"} and set(added.added["b"]) == {"meta.json"}
         assert cluster.a.view.states[KEY].record.generation == 1
+        await cluster.a.showing.show_listing(STEP)
+        assert "meta.json" in names_in(cluster.a.root / STEP)
         await cluster.b.driver.unlink(f"{STEP}/meta.json")
         await until(lambda: not cluster.b.removing.is_removed(KEY, "meta.json"), "the addition goes", within_s=6)
         assert set((await cluster.a.view.files(KEY, 1, fresh=True)).files) == {A, B, MARKER}
+        await cluster.a.showing.show_listing(STEP)
+        assert names_in(cluster.a.root / STEP) == {A, B, MARKER}
         await cluster.b.driver.unlink(f"{STEP}/{B}")
         await until(lambda: KEY not in cluster.a.view.states, "the commit is withdrawn")
         await until(lambda: not cluster.a.driver.record(STEP).is_complete, "it is not complete elsewhere either")
