@@ -89,7 +89,7 @@ async def join(
     cluster = view.cluster_id
     is_known = identity.cluster == cluster
     if not is_known:
-        _begin_anew(registry, publisher, identity)
+        _begin_anew(registry, view, publisher, identity)
     if not is_known or identity.node != publisher.node:
         await _tell_what_was_lost(registry, view, publisher)
     for at, record in enumerate(_in_order(registry)):
@@ -112,11 +112,17 @@ async def join(
         write_identity(meta, Identity(identity.tier, cluster, publisher.node))
 
 
-def _begin_anew(registry: StepRegistry, publisher: Publisher, identity: Identity) -> None:
-    """Another catalogue: nothing here was in it, and what was removed is not in it either."""
+def _begin_anew(registry: StepRegistry, view: View, publisher: Publisher, identity: Identity) -> None:
+    """Another catalogue: nothing here was in it, and what was removed is not in it either.
+
+    But for what was made here after it since this node began to follow it.
+    """
     if identity.cluster:
         log.warning("the catalogue is another one than this node knew; what is here is published anew")
     for record in registry.records.values():
+        seen = view.tree.get(record.rel)
+        if seen is not None and seen.create_revision == record.manifest.joined:
+            continue
         if record.manifest.joined:
             record.manifest.joined = 0
             registry.save_or_later(record)
