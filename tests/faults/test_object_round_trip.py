@@ -163,7 +163,7 @@ def test_leaving_sends_first_what_is_owed(mount: Mount, bucket: Bucket, how: str
 def test_without_flush_the_next_mount_goes_on(mount: Mount, bucket: Bucket, proxy: FaultProxy) -> None:
     sizes = [48 * MIB]
     with mount() as instance:
-        proxy.add(Rule("slow_request", method="PUT", path="partNumber=1&", times=None, bytes_s=1 << 20))
+        proxy.add(Rule("slow_request", method="PUT", path="partNumber=1&", times=None, bytes_s=1 << 17))
         write_step(instance.mountpoint / "run" / "step_1", 1, sizes)
         wait_until(lambda: any(part == 2 for _, part in proxy.whole_bodies()), "the second part is sent", 30)
         tierfs("umount", "--no-flush", instance.mountpoint)
