@@ -21,7 +21,7 @@ class CannedInstance:
     def __init__(self, directory: Path) -> None:
         self.mountpoint = directory / "mnt"
         self.mountpoint.mkdir()
-        self.instance = runtime.make_instance(directory / "runtime", "canned")
+        self.instance = runtime.make_instance(directory / "runtime", f"canned-{os.getpid()}")  # tests run side by side
         runtime.write_record(self.instance, runtime.MountRecord(str(self.mountpoint), privileged=False))
         runtime.register(self.instance)
         runtime.write_process(self.instance.daemon_pid, os.getpid())
