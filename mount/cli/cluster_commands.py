@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from mount.cli.object_commands import seconds
 from mount.cli.read_commands import DEGRADED, add_json
 
 _STATE_STYLES = {"serving": "green", "draining": "yellow", "lost": "red"}
@@ -39,9 +40,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
         "exit codes: 0 nothing is left here alone, 1 something is (named), 2 the node is alone, 4 not mounted",
     )
     drain.add_argument("directory", metavar="DIR", nargs="?", help="mount point or name; may be left out for one")
-    drain.add_argument(
-        "--timeout", type=_seconds, metavar="S", help="give up after S seconds, or 5min (default: never)"
-    )
+    drain.add_argument("--timeout", type=seconds, metavar="S", help="give up after S seconds, or 5min (default: never)")
     drain.add_argument("--stop", action="store_true", help="the node stays after all, and takes copies again")
     add_json(drain)
     drain.set_defaults(run=run_drain)
@@ -125,13 +124,3 @@ def run_drain(arguments: argparse.Namespace) -> int:
         )
         print(f"drained: {handed}; this node may be stopped")
     return 1 if left else 0
-
-
-def _seconds(text: str) -> float:
-    """`300`, `5min`: the durations that settings take, too."""
-    from tierfs.units import parse_duration
-
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

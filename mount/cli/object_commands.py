@@ -23,7 +23,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     flush.add_argument("paths", metavar="PATH", nargs="*", help="step, or a directory with all steps below it")
     flush.add_argument("--all", action="store_true", help="every complete step of the instance")
     flush.add_argument("--wait", action="store_true", help="return once they are in the object tier")
-    flush.add_argument("--timeout", type=_seconds, metavar="S", help="with --wait: give up after S seconds, or 5min")
+    flush.add_argument("--timeout", type=seconds, metavar="S", help="with --wait: give up after S seconds, or 5min")
     add_json(flush)
     flush.set_defaults(run=run_flush)
 
@@ -42,7 +42,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     wait.add_argument(
         "--level", choices=("ram", "replica", "object"), default="object", help="what to wait for (default object)"
     )
-    wait.add_argument("--timeout", type=_seconds, metavar="S", help="give up after S seconds, or 5min (default: never)")
+    wait.add_argument("--timeout", type=seconds, metavar="S", help="give up after S seconds, or 5min (default: never)")
     add_json(wait)
     wait.set_defaults(run=run_wait)
 
@@ -216,7 +216,7 @@ def shown(text: str) -> str:
     return plain(text, Screen.of(sys.stdout))
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     """`300`, `5min`: the durations that settings take, too."""
     from tierfs.units import parse_duration
 
