@@ -157,8 +157,6 @@ def ask(directory: Path) -> None:
         mark = StubMark("run", "step_1", "target", size, checksum, 1, VERSION)
         ino = make_stub(target, mark, mode=0o644, uid=0, gid=0)
         hydration.table.add(ino, mark, target)
-        with target.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
         began, cpu = time.monotonic(), own_cpu_s()
         hydration.opened(ino)
         data = await hydration.read(ino, random.randrange(size // MIB) * MIB, READ_BYTES)

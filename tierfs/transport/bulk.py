@@ -1,12 +1,12 @@
 """The bytes themselves: from a file into a socket, and from a socket into a file. Blocking, for threads.
 
 Both let go of the interpreter lock for each piece. What is received is summed up piece by piece in a buffer that stays
-in the processor's cache, and written from there as whole huge pages. That is one copy more than receiving into a
-mapping of the file, and yet costs less: the kernel zeroes a huge page that is touched through a mapping, and not one
-that is written whole. Measured on one machine, to a file with room, over loopback: 0.54 s of CPU a GiB for both sides
-and the checksum, 0.65 s for bare sendfile and recv_into a mapping without one; with 1 MiB at a time 0.74 s. Over a veth
-pair, where the faster receiver is woken for smaller batches, it is 1.3 times the bare loop's CPU at 1 to 1.5 times its
-speed (bench/transport_tcp.py). And a file that is cut meanwhile or a full tmpfs is an error here, no SIGBUS.
+in the processor's cache, and written from there. That is one copy more than receiving into a mapping of the file, and
+yet costs little: the kernel zeroes a huge page that is touched through a mapping, and not one that is written. And a
+file that is cut meanwhile or a full tmpfs is an error here, no SIGBUS. Measured over a veth pair (bench/transport_tcp.py)
+with two streams: 1.1 times the speed of bare sendfile and recv_into a mapping, at 1.3 times its CPU, checksum included.
+With one stream 0.73; the sender waits while a piece is summed up and written, and with pieces of 4 MiB, more than a
+socket's buffer, it was 0.44.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 from tierfs.errors import NoRoom
 from tierfs.objects.bandwidth import Bandwidth
 
-#: Two huge pages, where pieces begin and end in the file.
-PIECE_BYTES = 4 << 20
+#: Less than a socket's buffer (net.ipv4.tcp_wmem is 4 MiB at the most): the sender goes on while one is written.
+PIECE_BYTES = 1 << 20
 #: To be encrypted at once.
 _TLS_BYTES = 256 << 10
 _SENDFILE_BYTES = 8 << 20
@@ -147,18 +147,21 @@ class _Source:
 
     def __init__(self, connection: socket.socket, stall_s: float) -> None:
         self._connection = connection
-        if not isinstance(connection, ssl.SSLSocket):
-            # No SO_RCVLOWAT: with a window that is still small it waits for a delayed acknowledgement each time, and
+        self._flags = 0
+        if isinstance(connection, ssl.SSLSocket):
+            connection.settimeout(stall_s)
+        else:
+            # The kernel gathers a piece, and wakes this thread, which then takes the interpreter lock, once for it. Not
+            # by SO_RCVLOWAT: with a window that is still small that waits for a delayed acknowledgement each time, and
             # a pull came to 1/20 of the speed.
+            self._flags = socket.MSG_WAITALL
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(stall_s))
-        else:
-            connection.settimeout(stall_s)
 
     def receive(self, into: memoryview) -> int:
-        """At least one byte. TimeoutError, ConnectionError."""
+        """At least one byte; less than all after `stall_s`, too. TimeoutError, ConnectionError."""
         try:
-            got = self._connection.recv_into(into)
+            got = self._connection.recv_into(into, 0, self._flags)
         except BlockingIOError:
             raise TimeoutError from None
         except (TimeoutError, ConnectionError):
