@@ -34,7 +34,7 @@ demo: setup ## mount, save and load a real checkpoint, kill the daemon meanwhile
 test: lint pytest ## lint and the whole test suite: what CI runs
 
 pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
-	$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) -m "not soak" $(TESTS)
+	$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) $(TESTS)
 
 lint: setup ## ruff and mypy
 	$(RUN)/ruff check .

@@ -3,10 +3,11 @@
 Both let go of the interpreter lock for each piece. What is received is summed up piece by piece in a buffer that stays
 in the processor's cache, and written from there. That is one copy more than receiving into a mapping of the file, and
 yet costs little: the kernel zeroes a huge page that is touched through a mapping, and not one that is written. And a
-file that is cut meanwhile or a full tmpfs is an error here, no SIGBUS. Measured over a veth pair (bench/transport_tcp.py)
-with two streams: 1.1 times the speed of bare sendfile and recv_into a mapping, at 1.3 times its CPU, checksum included.
-With one stream 0.73; the sender waits while a piece is summed up and written, and with pieces of 4 MiB, more than a
-socket's buffer, it was 0.44.
+file that is cut meanwhile or a full tmpfs is an error here, no SIGBUS.
+
+Measured over a veth pair (bench/transport_tcp.py) with two streams: 1.1 times the speed of bare sendfile and recv_into
+a mapping, at 1.3 times its CPU, checksum included. With one stream 0.73: the sender waits while a piece is summed up
+and written, and with pieces of 4 MiB, more than a socket's buffer, it was 0.44.
 """
 
 from __future__ import annotations
