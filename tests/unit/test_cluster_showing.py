@@ -396,6 +396,28 @@ async def test_what_a_program_removed_here_does_not_come_back(cluster: dict[str,
         assert names_in(c.root / STEP) == {B, MARKER}
 
 
+async def test_a_nodes_own_file_whose_bytes_are_gone_does_not_come_back_while_the_step_is_written(
+    cluster: dict[str, Node],
+) -> None:
+    """Another node removed it, and what the catalogue has of this one is not told anew yet: a stub of it would be taken
+    for this node's file, published again, and nobody could give its bytes."""
+    a, b = cluster["a"], cluster["b"]
+    await a.join()
+    await a.publish_directory(STEP)
+    await a.write(STEP, BOTH, 1)
+    files = await a.publish_part(STEP, [A, B])
+    (a.root / STEP / A).unlink()
+    a.copies.forget(KEY, files[A].version)
+    a.driver.record(STEP).manifest.files.pop(A)
+    async with a.running(), b.running():
+        await a.caught_up()
+        await a.showing.show(f"{STEP}/{A}")
+        await a.showing.show_listing(STEP)
+        assert names_in(a.root / STEP) == {B}
+        await b.showing.show_listing(STEP)
+        assert names_in(b.root / STEP) == {A, B}  # b can't know
+
+
 def test_names_that_no_node_can_have_are_not_asked_for(cluster: dict[str, Node]) -> None:
     showing = cluster["c"].showing
     assert showing.may_have("anything")  # at the top a program may make what it likes

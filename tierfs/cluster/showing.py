@@ -249,6 +249,8 @@ class Showing(ShownNames):
         for at, inner in enumerate(chosen):
             if at % (4 * AT_ONCE) == 0:
                 await trio.lowlevel.checkpoint()
+            if not is_complete and self._is_lost_here(files.files[inner]):
+                continue
             if self._is_wanted(record, files, inner, by_force=by_force):
                 wanted.append(inner)
         fetched = await self.maker.fetch_all([files.files[inner] for inner in wanted])
@@ -308,6 +310,11 @@ class Showing(ShownNames):
             told.add(directory)
         self.registry.crash("show:made")
         return True
+
+    def _is_lost_here(self, file: FileRecord) -> bool:
+        """This node's own file, which is not here: it was removed, and what the catalogue has of it is about to be told
+        anew. A stub would be taken for the file, and told."""
+        return file.version.partition("/")[0] == self.copies.node and not self.copies.has(file.version)
 
     def _is_wanted(self, record: StepRecord, files: StepFiles, inner: str, *, by_force: bool) -> bool:
         """The file is to be made; notes one that is there already."""
