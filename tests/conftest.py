@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
+_MOST_OF_A_RERUN = 6000
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """By several workers (`--dist loadgroup`): each file whole in one of them, and all clusters in the same one."""
     for item in items:
         group = "clusters" if item.get_closest_marker("alone") else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test was run once more: what passes only then is no secret."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"failed at first: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext[-_MOST_OF_A_RERUN:])
 
 
 def repository() -> Path:
