@@ -16,7 +16,7 @@ WORKERS ?= 3
 # RERUN. It passes only then; what fails twice fails. RERUNS=0 for none.
 RERUNS ?= 1
 
-.PHONY: help setup demo test pytest lint format bench soak mount-helper clean
+.PHONY: help setup demo test pytest test-verbs lint format bench soak mount-helper clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ test: lint pytest ## lint and the whole test suite: what CI runs
 
 pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
 	$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) $(TESTS)
+
+test-verbs: setup ## the tests of RDMA, in a virtual machine with soft-RoCE (installs qemu and pyverbs if root)
+	scripts/test-verbs.sh $(VENV) $(if $(filter-out tests,$(TESTS)),$(TESTS))
 
 lint: setup ## ruff and mypy
 	$(RUN)/ruff check .

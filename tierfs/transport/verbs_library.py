@@ -90,7 +90,7 @@ def _why_not(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "pyverbs":
         return (
             "pyverbs is not installed: install the distribution's python3-pyverbs for the distribution's Python, or "
-            "tierfs[rdma] by pip for another"
+            "pyverbs by pip for another"
         )
     text = str(error)
     private = re.search(r"IBVERBS_PRIVATE_(\d+)", text)

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Runs the tests of RDMA in a virtual machine that has a device (rdma-vm.sh). Usage: test-verbs.sh VENV [TESTS...]
+#
+# What is missing is installed on Debian, as root. Exits 0 with a line SKIPPED and the reason where the machine can't be
+# had. One run is ended after 170 s, and tried once more: an emulated processor on a busy machine may be too slow.
+set -uo pipefail
+
+cd "$(dirname "$0")/.."
+venv=$1
+shift
+[ $# -gt 0 ] || set -- tests/rdma
+packages=(qemu-system-x86 busybox-static cpio kmod iproute2 python3-pyverbs ibverbs-providers rdma-core)
+log=$(mktemp -d)
+trap 'rm -rf "$log"' EXIT
+
+skip() {
+    echo "SKIPPED tests of RDMA: $*"
+    exit 0
+}
+
+is_installed() {
+    [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+}
+
+command -v dpkg-query >/dev/null || skip "the virtual machine is made of Debian's packages, and this is no Debian"
+missing=()
+for package in "${packages[@]}"; do
+    is_installed "$package" || missing+=("$package")
+done
+if [ "${#missing[@]}" -gt 0 ]; then
+    [ "$(id -u)" = 0 ] || skip "not installed, and not root to do it: ${missing[*]}"
+    echo "installing: ${missing[*]}"
+    { apt-get -q -o DPkg::Lock::Timeout=120 update &&
+        DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=120 \
+            install "${missing[@]}"; } >"$log/apt" 2>&1 ||
+        skip "apt-get can't install ${missing[*]}: $(grep -m 1 '^E:' "$log/apt")"
+fi
+
+# The distribution's pyverbs alone, for this run alone: the rest of its packages must not hide the virtual environment's.
+mkdir "$log/path"
+ln -s /usr/lib/python3/dist-packages/pyverbs "$log/path/pyverbs"
+export PYTHONPATH=$log/path
+"$venv/bin/python" -c 'import pyverbs.device' 2>"$log/import" ||
+    skip "the distribution's pyverbs is not for $("$venv/bin/python" -V): $(tail -n 1 "$log/import")"
+
+for attempt in 1 2; do
+    scripts/rdma-vm.sh -t 170 -- "$venv/bin/python" -m pytest -p no:cacheprovider --timeout 100 "$@" 2>"$log/vm"
+    code=$?
+    cat "$log/vm" >&2
+    case $code in
+    0) exit 0 ;;
+    77) skip "$(tail -n 1 "$log/vm")" ;;
+    esac
+    [ "$attempt" = 2 ] || echo "tests of RDMA ended with $code: once more"
+done
+exit "$code"
