@@ -17,6 +17,7 @@ from mount import kernel_mount, ram_mount
 from mount.kernel_probe import KernelOffer, probe_kernel
 from mount.launch import answers
 from mount.runtime import all_instances, keeper_is_alive, read_process
+from tierfs.capabilities import SYS_ADMIN, SYS_RESOURCE, is_capable
 from tierfs.errors import TierfsError
 from tierfs.ram.memory import available_memory_bytes, total_memory_bytes
 from tierfs.settings import Settings
@@ -24,7 +25,6 @@ from tierfs.units import format_size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
-_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 21, 24  # include/uapi/linux/capability.h
 _CUSTOM_IO_SINCE = (3, 14)
 _FEW_FILES = 65536
 _MIB = 1 << 20
@@ -90,13 +90,6 @@ def _safely(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
         return [Finding(name, WARN, f"could not be looked at: {error}")]
 
 
-def _is_capable(capability: int) -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> capability & 1)
-    return False
-
-
 # --- FUSE
 
 
@@ -111,7 +104,7 @@ def _fuse_device() -> Iterator[Finding]:
 
 
 def _privileges() -> Iterator[Finding]:
-    if os.geteuid() == 0 and _is_capable(_CAP_SYS_ADMIN):
+    if os.geteuid() == 0 and is_capable(SYS_ADMIN):
         yield Finding("privileges", OK, "root with CAP_SYS_ADMIN")
     elif os.geteuid() == 0:
         yield Finding(
@@ -157,7 +150,7 @@ def _libfuse() -> Iterator[Finding]:
 
 def _kernel() -> Iterator[Finding]:
     release = f"Linux {os.uname().release}"
-    if os.geteuid() != 0 or not _is_capable(_CAP_SYS_ADMIN):
+    if os.geteuid() != 0 or not is_capable(SYS_ADMIN):
         yield Finding("kernel", OK, f"{release}; passthrough, huge pages and noswap can only be tried as root")
         return
     try:
@@ -232,7 +225,7 @@ def _memory() -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < _FEW_FILES and not _is_capable(_CAP_SYS_RESOURCE):
+    if files != resource.RLIM_INFINITY and files < _FEW_FILES and not is_capable(SYS_RESOURCE):
         yield Finding(
             "open files",
             WARN,
@@ -242,7 +235,7 @@ def _limits() -> Iterator[Finding]:
     else:
         yield Finding("open files", OK, "the limit is high enough, or can be raised")
     soft, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if _rdma_devices() and resource.RLIM_INFINITY not in (soft, locked) and not _is_capable(_CAP_SYS_RESOURCE):
+    if _rdma_devices() and resource.RLIM_INFINITY not in (soft, locked) and not is_capable(SYS_RESOURCE):
         yield Finding(
             "locked memory",
             WARN,

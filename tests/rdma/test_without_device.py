@@ -103,7 +103,7 @@ def _library(monkeypatch: pytest.MonkeyPatch, listed: Callable[[], list[_Device]
     constants = {"IBV_PORT_ACTIVE": 4, "IBV_TRANSPORT_IB": 0}
     made = verbs_library.Library(none, none, Devices, none, none, none, none, constants, _Failure)
     monkeypatch.setattr(verbs_devices, "load_library", lambda: made)
-    monkeypatch.setattr(verbs_devices, "_may_lock_all", lambda: True)
+    monkeypatch.setattr(verbs_devices, "is_capable", lambda _: True)
 
 
 def test_a_kernel_without_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -143,7 +143,7 @@ def test_what_a_device_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_little_memory_may_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     _library(monkeypatch, lambda: [_Device()])
-    monkeypatch.setattr(verbs_devices, "_may_lock_all", lambda: False)
+    monkeypatch.setattr(verbs_devices, "is_capable", lambda _: False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     assert find_devices() == Found(
         (),

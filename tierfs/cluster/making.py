@@ -157,7 +157,7 @@ class FileMaker:
             if found is not None:
                 shelved = found.is_relative_to(self._copies.shelf)
                 os.link(found, scratch, follow_symlinks=False)
-                if shelved or not file.version.startswith(f"{self._copies.node}/"):
+                if shelved or file.node != self._copies.node:
                     _make_as(scratch, file)  # also where it was brought before its last chmod or touch
             elif data is not None or file.size_bytes == 0:
                 _write(scratch, data or b"", file)

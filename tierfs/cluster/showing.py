@@ -314,7 +314,7 @@ class Showing(ShownNames):
     def _is_lost_here(self, file: FileRecord) -> bool:
         """This node's own file, which is not here: it was removed, and what the catalogue has of it is about to be told
         anew. A stub would be taken for the file, and told."""
-        return file.version.partition("/")[0] == self.copies.node and not self.copies.has(file.version)
+        return file.node == self.copies.node and not self.copies.has(file.version)
 
     def _is_wanted(self, record: StepRecord, files: StepFiles, inner: str, *, by_force: bool) -> bool:
         """The file is to be made; notes one that is there already."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierfs.capabilities import IPC_LOCK, is_capable
 from tierfs.transport.verbs_library import Library, NoRdma, load_efa, load_library
 from tierfs.transport.verbs_port import Capabilities, Kind
 
@@ -20,7 +20,6 @@ MOST_OUTSTANDING = 256
 LEAST_LOCKED_BYTES = 1 << 30
 #: `struct ibv_port_attr.max_msg_sz` is 2 GiB in some, and the length of a scatter entry has 32 bits.
 _MOST_READ_BYTES = 1 << 30
-_CAP_IPC_LOCK = 14  # include/uapi/linux/capability.h
 _SYSFS = Path("/sys/class/infiniband")
 
 
@@ -109,15 +108,9 @@ def numa_node(device: str) -> int:
 
 def _need_locked_memory() -> None:
     allowed, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if allowed == resource.RLIM_INFINITY or allowed >= LEAST_LOCKED_BYTES or _may_lock_all():
+    if allowed == resource.RLIM_INFINITY or allowed >= LEAST_LOCKED_BYTES or is_capable(IPC_LOCK):
         return
     raise NoRdma(
         f"only {allowed >> 10} KiB of memory may be locked: set LimitMEMLOCK=infinity in the service's unit "
         "(`ulimit -l unlimited` in a shell), or give the daemon CAP_IPC_LOCK"
     )
-
-
-def _may_lock_all() -> bool:
-    status = Path(f"/proc/{os.getpid()}/status").read_text()
-    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return effective is not None and bool(int(effective[1], 16) >> _CAP_IPC_LOCK & 1)
