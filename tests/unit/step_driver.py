@@ -278,9 +278,9 @@ class Driver:
             nursery.cancel_scope.cancel()
 
 
-async def until(claim: Callable[[], Any], what: str, within_s: float = 10) -> None:
+async def until(claim: Callable[[], Any], what: str, within_s: float = 10, every_s: float = 0.01) -> None:
     with trio.move_on_after(within_s):
         while not claim():  # noqa: ASYNC110 - what is waited for is on the disk, or in a thread
-            await trio.sleep(0.01)
+            await trio.sleep(every_s)
         return
     raise AssertionError(f"not within {within_s} s: {what}")

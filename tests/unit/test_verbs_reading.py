@@ -19,6 +19,7 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.step_driver import until
 from tests.unit.verbs_double import DoubleLink, DoublePort, DoubleRegion, Fabric, Read, joined, memory, remote_of
 from tierfs.errors import PeerRefused, PeerUnavailable
 from tierfs.transport.verbs_port import Kind, Port, QueueFull
@@ -85,6 +86,11 @@ class Copy:
 
     async def read(self, at: int, length: int, piece_bytes: int = 64, window: int = 4) -> None:
         await read_range(self.lanes, at, length, piece_bytes=piece_bytes, window=window, stall_s=STALL_S)
+
+    @property
+    def is_begun(self) -> bool:
+        """Some bytes came by the first lane's port, or are about to."""
+        return self.lanes[0].reader.outstanding > 0 and any(byte != KEPT for byte in self.target[:4096])
 
     def check_over(self) -> None:
         """Right after the end, however it came: no READ of it may be under way."""
@@ -338,7 +344,7 @@ async def test_a_removed_device_takes_its_lanes_with_it_and_later_ones(autojump_
         copy = Copy(rig, 50_000, 7)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(copy.read, 0, 50_000)
-            await trio.sleep(0.02)
+            await until(lambda: copy.is_begun, "the transfer began", every_s=0.0001)
             rig.here[0].remove()
         copy.check(0, 50_000, is_whole=True)
         assert "efa0-here was removed" in rig.readers[0].gone
@@ -353,12 +359,20 @@ async def test_a_removed_device_takes_its_lanes_with_it_and_later_ones(autojump_
 @both_kinds
 async def test_cancelled_it_leaves_no_read_behind(kind: Kind, autojump_clock: object) -> None:
     async with running(rig_of(kind, kind)) as rig:
-        copy = Copy(rig, 50_000, 7)
-        with trio.move_on_after(0.03) as scope:
-            await copy.read(100, 49_000)
+        copy = Copy(rig, 500_000, 7)
+        scope = trio.CancelScope()
+
+        async def cancelled() -> None:
+            with scope:
+                await copy.read(100, 490_000, window=16)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cancelled)
+            await until(lambda: len(rig.fabric.outstanding) >= 20, "many READs are under way", every_s=0.0001)
+            scope.cancel()
         assert scope.cancelled_caught
         copy.check_over()
-        copy.check(100, 49_000, is_whole=False)
+        copy.check(100, 490_000, is_whole=False)
         await copy.check_quiet()
         assert sum(reader.unknown for reader in rig.readers)  # READs that complete though nobody waits for them
         copy.close()
@@ -379,7 +393,7 @@ async def test_a_link_closed_by_one_transfer_is_a_dead_lane_of_the_other(autojum
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancelled)
             nursery.start_soon(two.read, 0, 500_000)
-            await trio.sleep(0.03)
+            await until(lambda: two.is_begun, "the transfer began", every_s=0.0001)
             scope.cancel()
             began = trio.current_time()
         assert trio.current_time() - began < STALL_S  # told, and not found by waiting
