@@ -388,12 +388,17 @@ async def test_a_link_closed_by_one_transfer_is_a_dead_lane_of_the_other(autojum
 
         async def cancelled() -> None:
             with scope:
-                await one.read(0, 500_000)
+                await one.read(0, 500_000, window=16)
+
+        def both_read() -> bool:
+            """By the link that they share: one's are given up with it."""
+            into = [read.into for read in rig.fabric.outstanding if read.link is one.links[0]]
+            return min(into.count(copy.regions[0]) for copy in (one, two)) >= 4
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancelled)
-            nursery.start_soon(two.read, 0, 500_000)
-            await until(lambda: two.is_begun, "the transfer began", every_s=0.0001)
+            nursery.start_soon(two.read, 0, 500_000, 64, 16)
+            await until(both_read, "both are under way", every_s=0.0001)
             scope.cancel()
             began = trio.current_time()
         assert trio.current_time() - began < STALL_S  # told, and not found by waiting
