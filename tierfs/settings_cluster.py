@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierfs.settings_fields import setting
+from tierfs.settings_fields import MIB, setting
 
 
 @dataclass
@@ -115,4 +115,24 @@ class PeerSettings:
     )
     stall_s: float = setting(
         10.0, "A peer that sends no byte for so long is given up, and another asked.", kind="duration", least=1
+    )
+    transport: str = setting(
+        "auto",
+        "How files' bytes come from other nodes: auto (by RDMA where this node and the other have devices for it, else "
+        "by TCP), tcp, or verbs: as auto, but it is a problem of the node's status when it has no device.",
+        kind="choice",
+        choices=("auto", "tcp", "verbs"),
+    )
+    verbs_devices: str = setting(
+        "",
+        "RDMA devices to use, by their names in /sys/class/infiniband, several with commas; empty is all that can be "
+        "used, at most 8, those near this process' processors first.",
+        kind="text",
+    )
+    # EFA's table has about 22 million entries, one for each 4 KiB (as Mooncake found on p5en).
+    verbs_registered_bytes: int = setting(
+        80 * 1024 * MIB,
+        "Memory of the RAM tier that is registered with each RDMA device at most, for others to read.",
+        kind="size",
+        least=64 * MIB,
     )

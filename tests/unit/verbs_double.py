@@ -219,7 +219,7 @@ class DoublePort:
         self.fabric, self.capabilities, self.gid = fabric, capabilities, gid
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.posted: list[Read] = []
-        self.is_removed = False
+        self.is_removed = self.is_closed = False
         self.most_posted = self.posted_reads = self.refused = 0
         self._is_armed = False
         self._completed: list[tuple[Completion, DoubleLink]] = []
@@ -263,7 +263,12 @@ class DoublePort:
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        os.close(self.fd)
+        """Its regions come first, or their memory stays locked."""
+        if not self.is_closed and any(each.port is self and each.is_open for each in self.fabric.regions.values()):
+            self.fabric.misuse.append(f"{self.gid} was closed before its regions")
+        if not self.is_closed:
+            os.close(self.fd)
+        self.is_closed = True
 
 
 def joined(here: DoublePort, there: DoublePort) -> tuple[DoubleLink, DoubleLink]:
