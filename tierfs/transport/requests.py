@@ -18,8 +18,9 @@ from tierfs.json_fields import Fields, Wrong
 from tierfs.steps.names import safe_component, safe_relative
 from tierfs.transport.frames import Frame, Kind
 from tierfs.transport.peers import MOST_PULL_BYTES, Offer
+from tierfs.transport.verbs_messages import Proposal, proposals_head, proposals_of
 
-Operation = Literal["pull", "fetch", "checksum", "verify", "offers", "ping", "ticket"]
+Operation = Literal["pull", "fetch", "checksum", "verify", "offers", "ping", "ticket", "link", "export"]
 
 _OPERATIONS = get_args(Operation)
 _ERRORS: dict[str, type[PeerError]] = {
@@ -33,7 +34,8 @@ _MOST_BEAT_MS = 60_000
 
 @dataclass(frozen=True)
 class Request:
-    """`length` is the most for a fetch. `beat_ms`: while there is no answer yet the asker wants a BEAT so often."""
+    """`length` is the most for a fetch. `beat_ms`: while there is no answer yet the asker wants a BEAT so often.
+    `links` are a link's proposals; what has none is the same to a node that knows nothing of RDMA."""
 
     op: Operation
     beat_ms: int
@@ -41,9 +43,18 @@ class Request:
     offset: int = 0
     length: int = 0
     growing: bool = False
+    links: tuple[Proposal, ...] = ()
 
     def to_head(self) -> dict[str, Any]:
-        return asdict(self)
+        head: dict[str, Any] = {
+            "op": self.op,
+            "beat_ms": self.beat_ms,
+            "version": self.version,
+            "offset": self.offset,
+            "length": self.length,
+            "growing": self.growing,
+        }
+        return head | {"links": proposals_head(self.links)} if self.links else head
 
 
 def request_of(frame: Frame) -> Request:
@@ -52,6 +63,7 @@ def request_of(frame: Frame) -> Request:
         raise PeerRefused(f"a request was expected, and {frame.kind.name} came")
     try:
         fields = Fields(frame.head, "a request")
+        fields.add({"links": []})
         op = fields.text("op")
         if op not in _OPERATIONS:
             raise Wrong(f"nobody can be asked to {op[:40]!r}")
@@ -62,10 +74,13 @@ def request_of(frame: Frame) -> Request:
             offset=fields.integer("offset"),
             length=fields.integer("length"),
             growing=fields.flag("growing"),
+            links=proposals_of(fields.any("links")),
         )
         fields.end()
-        if op in ("pull", "fetch", "checksum", "verify"):
+        if op in ("pull", "fetch", "checksum", "verify", "export"):
             check_version(request.version)
+        if bool(request.links) != (op == "link"):
+            raise Wrong("links are proposed with a request of links, and with no other")
         if request.length > MOST_PULL_BYTES or request.offset >= 1 << 62 or request.beat_ms > _MOST_BEAT_MS:
             raise Wrong("a number is too large")
     except (Wrong, RecordDamaged) as error:

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Protocol
 
 import trio
 
@@ -25,6 +26,7 @@ from tierfs.transport.frames import Kind
 from tierfs.transport.hello import HELLO_WITHIN_S, welcome
 from tierfs.transport.peers import Shelf
 from tierfs.transport.requests import Request, checksum_answer, error_head, offer_head, request_of
+from tierfs.transport.verbs_messages import Exported, Links, Proposal, exported_head, links_head
 
 log = logging.getLogger("tierfs.transport")
 
@@ -33,6 +35,8 @@ _CONNECTIONS_A_STREAM = 8
 _LEAST_CONNECTIONS = 128
 #: A connection on which nothing was asked for so long is closed; clients close theirs earlier.
 IDLE_S = 120.0
+#: To whom proposes links to a node that does not use RDMA.
+NO_RDMA = "this node has no RDMA: it is not used here"
 _TELL_WITHIN_S = 1.0
 _BACKLOG = 512
 _PAUSE_S = 0.1
@@ -44,11 +48,35 @@ _ACCEPT_ERRNOS = frozenset(
 )  # fmt: skip
 
 
+class LinkSession(Protocol):
+    """What one connection has of this node's RDMA ports: its links, and the memory that was exported to it last."""
+
+    async def link(self, proposals: tuple[Proposal, ...]) -> Links:
+        """Ends of this node's for these, instead of those it had. PeerRefused: an address can be none."""
+        ...
+
+    async def export(self, version: str, offset: int, length: int, *, growing: bool) -> Exported:
+        """Where the range lies; what was exported before may be read no longer. PeerLacks, as for a pull."""
+        ...
+
+    def close(self) -> None:
+        """The connection is gone: nothing of it may be read any more. May be called again."""
+        ...
+
+
+class LinkServing(Protocol):
+    """Implemented by `tierfs.transport.verbs_serving`."""
+
+    def session(self) -> LinkSession: ...
+
+
 class TcpServer:
     """Listens at `cluster.listen` while `run` runs. SettingsError where the settings contradict each other."""
 
-    def __init__(self, shelf: Shelf, settings: Settings, node: str) -> None:
+    def __init__(self, shelf: Shelf, settings: Settings, node: str, serving: LinkServing | None = None) -> None:
+        """Without `serving` nobody reads by RDMA here."""
         self._shelf = shelf
+        self._serves_links = serving
         self._node = node
         self._stall_s = settings.peer.stall_s
         self._credentials = Credentials(settings.cluster)
@@ -138,6 +166,8 @@ class TcpServer:
             # One connection must not be the end of all others, nor of the daemon.
             log.exception("serving %s failed in a way that nobody thought of", connection.who)
         finally:
+            if served.links is not None:
+                served.links.close()
             connection.close()
             del self._serving[served]
             self._wake()
@@ -165,7 +195,7 @@ class TcpServer:
             served.idle_since = None
             request = request_of(frame)
             try:
-                await self._answer(connection, request, node)
+                await self._answer(served, request, node)
             except (PeerRefused, PeerUnavailable):
                 raise
             except (TierfsError, OSError) as error:
@@ -177,7 +207,8 @@ class TcpServer:
 
     # --- requests
 
-    async def _answer(self, connection: Connection, request: Request, node: str) -> None:
+    async def _answer(self, served: _Served, request: Request, node: str) -> None:
+        connection = served.connection
         match request.op:
             case "pull":
                 await self._pull(connection, request)
@@ -198,6 +229,24 @@ class TcpServer:
                     raise PeerRefused("this node gives out no tickets: it has no cluster.encryption = off")
                 name, key = self._tickets.give(node)
                 await connection.send(Kind.answer, {"ticket": name, "key": key.hex(), "for_s": int(TICKET_S)})
+            case "link":
+                await connection.send(Kind.answer, links_head(await self._link(served, request)))
+            case "export":
+                if served.links is None:
+                    raise PeerRefused("memory was asked for on a connection without links")
+                async with _beating(connection, request):
+                    exported = await served.links.export(
+                        request.version, request.offset, request.length, growing=request.growing
+                    )
+                await connection.send(Kind.answer, exported_head(exported))
+
+    async def _link(self, served: _Served, request: Request) -> Links:
+        if self._serves_links is None:
+            return Links((None,) * len(request.links), NO_RDMA)
+        if served.links is None:
+            served.links = self._serves_links.session()
+        async with _beating(served.connection, request):
+            return await served.links.link(request.links)
 
     async def _pull(self, connection: Connection, request: Request) -> None:
         is_mine = False
@@ -262,12 +311,14 @@ class TcpServer:
 
 
 class _Served:
-    """A connection of another node. `idle_since` while nothing more is asked of this one."""
+    """A connection of another node. `idle_since` while nothing more is asked of this one; `links` once it asked for
+    some."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.scope = trio.CancelScope()
         self.idle_since: float | None = None
+        self.links: LinkSession | None = None
 
 
 @asynccontextmanager
