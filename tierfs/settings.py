@@ -16,6 +16,7 @@ from typing import Any
 
 from tierfs.settings_cluster import ClusterSettings, EtcdSettings, PeerSettings, ReplicationSettings
 from tierfs.settings_fields import MIB, setting
+from tierfs.settings_watch import EventsSettings, MetricsSettings
 
 OFF = "off"  # as the value of a table's entry: takes the entry out
 NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist", "replication")
@@ -341,6 +342,8 @@ class Settings:
     replication: ReplicationSettings = field(default_factory=ReplicationSettings)
     peer: PeerSettings = field(default_factory=PeerSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    events: EventsSettings = field(default_factory=EventsSettings)
     namespaces: dict[str, dict[str, dict[str, Any]]] = field(
         default_factory=dict,
         metadata={

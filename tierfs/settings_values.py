@@ -134,6 +134,8 @@ def _parse_list(key: SettingKey, value: Any) -> list[str]:
         value = _parse_toml(value) if value.lstrip().startswith("[") else value.split()
     if not isinstance(value, list) or not all(isinstance(entry, str) and entry for entry in value):
         raise ValueError('not a list of texts; write ["one", "two"]')
+    if unknown := [entry for entry in value if key.choices and entry not in key.choices]:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(key.choices)}")
     if key.kind == "patterns":
         for pattern in value:
             try:

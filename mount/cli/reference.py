@@ -81,6 +81,8 @@ SECTION_TITLES = {
     "replication": "Copies on other nodes",
     "peer": "Transfers between nodes",
     "log": "Logs",
+    "metrics": "Metrics and the status page",
+    "events": "Events",
 }
 KIND_NAMES = {
     "bool": "yes or no",
@@ -110,6 +112,7 @@ def _entry(key: SettingKey) -> str:
     kind = KIND_NAMES.get(key.kind, key.kind)
     if key.choices and key.kind != "table":
         kind = " or ".join(f"`{choice}`" for choice in key.choices)
+        kind = f"list of {kind}" if key.kind == "texts" else kind
     if key.kind == "room":
         kind = "`auto`, `off` or a share"
     least = f", at least {_plain(key, key.least)}" if key.least else ""

@@ -20,6 +20,7 @@ from tierfs.cluster.making import key_of, plain_place
 from tierfs.cluster.placement import SERVING
 from tierfs.cluster.view import View
 from tierfs.errors import CatalogError, PeerError
+from tierfs.steps.news import Event
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.transport.peers import SMALL_FILE_BYTES, Peers
 from tierfs.units import format_size
@@ -108,6 +109,7 @@ class Drain:
         The node stays drained, until it goes or `stop` is called. `told` is called with each change of what is left.
         """
         log.info("draining: other nodes copy what only this one holds")
+        self._tell("begun", f"{self._node} drains: other nodes copy what only it holds", Left())
         self._be(DRAINING)
         self._held_elsewhere.clear()
         left = Left(note="nothing was looked at yet")
@@ -116,6 +118,7 @@ class Drain:
             while True:
                 if not self.is_draining:
                     log.info("not drained: the node stays after all")
+                    self._tell("stopped", f"{self._node} stays after all", left)
                     return Left(note="the node stays after all")
                 now = await self._look()
                 if now != left or not self._is_hopeless:
@@ -129,8 +132,10 @@ class Drain:
         self.left = left
         if left.is_nothing:
             log.info("drained: other nodes or the object tier have all that this one held")
+            self._tell("done", f"{self._node} is drained: others have all that it held", left)
         else:
             shown = ", ".join(left.paths[:10])
+            self._tell("ended", f"{self._node} is drained in part: {format_size(left.bytes)} are only here", left)
             log.warning(
                 "drained in part: %s of %d files are only here (%s) %s",
                 format_size(left.bytes),
@@ -139,6 +144,10 @@ class Drain:
                 left.note,
             )
         return left
+
+    def _tell(self, phase: str, message: str, left: Left) -> None:
+        facts = {"phase": phase, "left_steps": left.steps, "left_bytes": left.bytes, "note": left.note}
+        self._registry.news.tell(Event("drain", message, facts=facts))
 
     def _be(self, state: str) -> None:
         self.state = state

@@ -11,6 +11,7 @@ import trio
 from tierfs.errors import CommitRefused, MarkerUnreadable
 from tierfs.steps.completion import Shortfall, shortfall
 from tierfs.steps.markers import Marker, MarkerContent, is_data_file_name, read_dcp_marker
+from tierfs.steps.news import reached
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.units import format_duration, format_size
@@ -166,9 +167,10 @@ def commit(
         record, {inner for inner, entry in manifest.files.items() if entry.sealed and entry.checksum is None}
     )
     registry.clear_problems(record.rel)
-    took = ""
+    took, seconds = "", None
     if record.first_write_at is not None:
-        took = f" in {format_duration(time.monotonic() - record.first_write_at)}"
+        seconds = time.monotonic() - record.first_write_at
+        took = f" in {format_duration(seconds)}"
         record.first_write_at = None
     registry.lines.write(
         manifest.namespace,
@@ -176,6 +178,16 @@ def commit(
         step=manifest.number,
     )
     log.info("step is complete", extra=registry.extra(record))
+    registry.news.tell(
+        reached(
+            *record.key,
+            "ram",
+            generation=manifest.generation,
+            size_bytes=manifest.bytes,
+            files=len(manifest.files),
+            seconds=seconds,
+        )
+    )
     registry.update_latest(manifest.namespace)
     registry.make_room(0)
     registry.wake.set()

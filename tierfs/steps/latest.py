@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tierfs.errors import PathRefused
 from tierfs.steps.manifest import Manifest
-from tierfs.steps.names import StepNames, escape_namespace, unescape_namespace
+from tierfs.steps.names import StepNames, StepPath, escape_namespace, unescape_namespace
 
 NAME = "latest"
 _USERS = ".user"
@@ -74,6 +74,15 @@ class LatestLink:
         except OSError:
             return False
         return self._names.locate(f"{namespace}/{target}") is not None
+
+    def named(self, namespace: str) -> StepPath | None:
+        """The step that our link of the namespace names now."""
+        if not self.is_ours(namespace):
+            return None
+        try:
+            return self._names.locate(f"{namespace}/{(self._root / namespace / NAME).readlink()}")
+        except OSError:
+            return None
 
     def is_users(self, namespace: str) -> bool:
         """True when a program made its own `latest` in this namespace."""

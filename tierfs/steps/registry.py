@@ -26,9 +26,11 @@ from tierfs.steps.latest import LatestLink
 from tierfs.steps.manifest import Manifest, delete_manifest, save_manifest
 from tierfs.steps.markers import MarkerRules
 from tierfs.steps.names import StepNames, StepPath
+from tierfs.steps.news import News
 from tierfs.steps.object_tier import NoObjectTier, ObjectTier
 from tierfs.steps.record import StepRecord
 from tierfs.steps.retention import StepFacts, choose_evictions
+from tierfs.steps.walk_back import NewestSteps
 
 log = logging.getLogger("tierfs.steps")
 
@@ -75,6 +77,9 @@ class StepRegistry:
         self._in_use: Counter[Key] = Counter()
         self.object_tier: ObjectTier = NoObjectTier()
         self.cluster: Cluster = Alone()
+        #: What is told of steps, and to whom.
+        self.news = News()
+        self._newest = NewestSteps(self.news, self.records, self.latest)
 
     # --- finding
 
@@ -236,6 +241,7 @@ class StepRegistry:
             self._latest_goes_at[namespace] = time.monotonic() + LATEST_LINGERS_S
             return
         self._latest_goes_at.pop(namespace, None)
+        self._newest.seen(namespace, newest)
         if self.latest.update(namespace, newest.manifest):
             self.invalidate(namespace, LATEST)
 
@@ -244,8 +250,10 @@ class StepRegistry:
         now = time.monotonic()
         for namespace in [name for name, goes_at in self._latest_goes_at.items() if goes_at <= now]:
             del self._latest_goes_at[namespace]
-            if self.newest_complete(namespace) is None and self.latest.update(namespace, None):
-                self.invalidate(namespace, LATEST)
+            if self.newest_complete(namespace) is None:
+                self._newest.seen(namespace, None)
+                if self.latest.update(namespace, None):
+                    self.invalidate(namespace, LATEST)
 
     def tell_untold(self) -> None:
         """The kernel listens now: tell it what changed before."""
