@@ -9,40 +9,36 @@ serves on, and the next `tierfs mount` of the instance starts a keeper that adop
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
-import resource
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 from mount import kernel_mount
 from mount.daemon_process import DaemonProcess, describe_status, start_daemon
 from mount.handover import take_over_connection
-from mount.processes import NODE_DRAIN_S, service_is_stopping, service_needs_longer
+from mount.notify import service_is_stopping, service_main_process, service_needs_longer
+from mount.processes import NODE_DRAIN_S
 from mount.ram_mount import end_instance, prepare_ram
+from mount.replacing import LET_GO, has_spare
 from mount.runtime import (
     Instance,
     MountRecord,
-    lock_keeper,
+    read_daemon_ready,
     read_process,
-    read_record,
     register,
     write_atomically,
     write_process,
 )
-from tierfs.errors import MountError, TierfsError
+from mount.watchdog import Watchdog
+from tierfs.errors import MountError
 from tierfs.settings import Settings
-from tierfs.settings_sources import settings_from_json
 
 log = logging.getLogger("tierfs.keeper")
 
@@ -60,11 +56,14 @@ _END_WITHIN_S = 5.0
 _EXTEND_EVERY_S = 10.0
 _EXTEND_BY_S = 30.0
 
+_UNMOUNTED = "is unmounted; what is in the RAM tier stays"
+
 
 class Keeper:
     """One mount, from mount(2) to its end. The caller holds the instance's keeper lock.
 
-    `on_ready` is called once, when the mount has answered a request.
+    `on_ready` is called once, when the mount has answered a request. With a `connection`, which it then owns, it goes
+    on with the mount of another keeper (`mount.replacing`). A daemon whose mount is silent for `watchdog_s` is killed.
     """
 
     def __init__(
@@ -75,13 +74,18 @@ class Keeper:
         *,
         daemon_module: str = "mount.daemon",
         on_ready: Callable[[], None] = lambda: None,
+        connection: int = -1,
+        watchdog_s: float | None = None,
     ) -> None:
         self._instance = instance
         self._settings = settings
         self._record = record
         self._daemon_module = daemon_module
         self._on_ready = on_ready
-        self._fuse_fd = -1
+        self._watchdog = Watchdog(record.mountpoint, watchdog_s) if watchdog_s else None
+        self._fuse_fd = connection
+        self._replaces = connection >= 0
+        self._lets_go = False
         self._mount_id = -1
         self._can_resend = False
         """Whether a new daemon can go on with this connection: one was ready on it, and the kernel resends."""
@@ -102,7 +106,7 @@ class Keeper:
         self._listen_for_signals()
         try:
             write_process(self._instance.keeper_pid, os.getpid())
-            daemon = self._adopt()
+            daemon = self._replace() if self._replaces else self._adopt()
             if daemon is None:
                 prepare_ram(self._instance, self._settings, privileged=self._record.privileged)
                 self._mount()
@@ -110,10 +114,31 @@ class Keeper:
             register(self._instance)
             status = self._keep(daemon)
         except BaseException:
-            self._end(keep_log=True)
+            if not self._leaves_it():
+                self._end(keep_log=True)
             raise
-        self._end(keep_log=status != 0 or not self._announced)
+        if not self._leaves_it():
+            self._end(keep_log=status != 0 or not self._announced)
         return status
+
+    @property
+    def let_go(self) -> bool:
+        """`run` returned since another keeper asked for the mount; `connection` is its descriptor, the caller's now."""
+        return self._lets_go
+
+    @property
+    def connection(self) -> int:
+        return self._fuse_fd
+
+    @property
+    def wake(self) -> socket.socket:
+        """Readable when a signal came; what it holds are the signals' numbers."""
+        return self._wake
+
+    def _leaves_it(self) -> bool:
+        """Whether the mount is another's: of the keeper that asked for it, or of the one that this one replaced, which
+        takes it back as it never came to serve."""
+        return self._lets_go or (self._replaces and not self._announced and has_spare(self._instance))
 
     # --- the loop
 
@@ -123,6 +148,8 @@ class Keeper:
         while True:
             status = self._watch(daemon)
             os.close(daemon.pidfd)
+            if self._lets_go or (self._stopping and self._leaves_it()):
+                return 0
             served_s = time.monotonic() - daemon.started
             left = status == 0 and kernel_mount.connection_is_alive(self._fuse_fd)  # of its own accord
             if self._stopping or left or self._is_unmounted():
@@ -140,10 +167,11 @@ class Keeper:
                 failing_s = time.monotonic() - failing_since
                 if failed_starts >= _MOST_FAILED_STARTS and (failing_s >= _PATIENCE_S or not self._announced):
                     log.critical(
-                        "given up: the daemon died %d times in a row as it started. %s is unmounted; what is in "
-                        "the RAM tier stays. The reason is in daemon.log, or in the lines above",
+                        "given up: the daemon died %d times in a row as it started. %s %s. The reason is in "
+                        "daemon.log, or in the lines above",
                         failed_starts,
                         self._record.mountpoint,
+                        "is left to the keeper that was" if self._leaves_it() else _UNMOUNTED,
                     )
                     return 1
                 pause_s = _PAUSES_BEFORE_READY_S[min(failed_starts, len(_PAUSES_BEFORE_READY_S)) - 1]
@@ -175,6 +203,8 @@ class Keeper:
                         self._hear_ready(daemon)
                     if self._wake.fileno() in events:
                         self._hear_wake(daemon)
+                    if self._lets_go:
+                        return None
                     if daemon.pidfd in events:
                         return daemon.exit_status()
                     self._press(daemon)
@@ -182,7 +212,8 @@ class Keeper:
                 daemon.close_ready_pipe()
 
     def _time_left(self, daemon: DaemonProcess) -> float | None:
-        deadlines = [at for at in (self._deadline, self._extend_at) if at is not None]
+        looks_at = self._watchdog.look_at if self._watchdog is not None else None
+        deadlines = [at for at in (self._deadline, self._extend_at, looks_at) if at is not None]
         if not daemon.ready:
             deadlines.append(daemon.started + _READY_WITHIN_S)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -193,6 +224,13 @@ class Keeper:
         if self._extend_at is not None and now >= self._extend_at:
             service_needs_longer(_EXTEND_BY_S)
             self._extend_at = now + _EXTEND_EVERY_S
+        serves = daemon.ready and self._announced
+        if self._watchdog is not None and self._watchdog.look(now, is_serving=serves) and self._deadline is None:
+            log.error(
+                "the mount did not answer for %g s; killing the daemon %d", self._watchdog.within_s, daemon.process.pid
+            )
+            self._watchdog.forgive()
+            daemon.process.send_signal(signal.SIGKILL)
         if self._deadline is not None and now >= self._deadline:
             if not self._forced:
                 log.warning("the daemon %d does not end; aborting the connection", daemon.process.pid)
@@ -209,23 +247,23 @@ class Keeper:
             daemon.started = now  # a new term, in case the kill takes its time
 
     def _pause(self, seconds: float) -> bool:
-        """Waits; True when asked to stop meanwhile."""
+        """Waits; True when asked to stop, or to let go, meanwhile."""
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
-            while not self._stopping:
+            while not (self._stopping or self._lets_go):
                 left_s = deadline - time.monotonic()
                 if selector.select(max(0.0, left_s)):
                     self._hear_wake(None)
                 elif left_s <= 0:
                     break
-        return self._stopping > 0
+        return self._stopping > 0 or self._lets_go
 
     # --- what it hears
 
     def _listen_for_signals(self) -> None:
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, LET_GO):
             signal.signal(number, lambda *_: None)  # the byte on the wakeup descriptor is what counts
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -238,11 +276,18 @@ class Keeper:
             self._announced = True
             log.info("%s is ready", self._record.mountpoint)
             self._on_ready()
+        if LET_GO in heard and not self._stopping:  # one that ends is not to be had
+            log.info("asked to let go: another keeper takes %s", self._record.mountpoint)
+            self._lets_go = True
         stops = sum(number in (signal.SIGTERM, signal.SIGINT) for number in heard)
         if not stops:
             return
         self._stopping += stops
         if daemon is None:
+            return
+        if self._leaves_it():
+            log.info("asked to stop: %s goes back to the keeper that was", self._record.mountpoint)
+            daemon.process.send_signal(signal.SIGKILL)
             return
         if self._stopping == stops:
             log.info("asked to stop: the daemon %d finishes what it does", daemon.process.pid)
@@ -285,9 +330,8 @@ class Keeper:
 
     def _read_ready(self) -> bool:
         """What an adopted daemon said to the keeper before, if it was ready at all."""
-        try:
-            said = json.loads(self._instance.daemon_ready.read_text())
-        except (OSError, ValueError):
+        said = read_daemon_ready(self._instance)
+        if said is None:
             return False
         self._can_resend = bool(said.get("resend", False)) and self._settings.resend != "off"
         return True
@@ -322,6 +366,21 @@ class Keeper:
         self._mount_id = entry.mount_id
         log.info("adopted the daemon %d, whose keeper was killed", process.pid)
         return DaemonProcess(process, pidfd, ready=self._read_ready())
+
+    def _replace(self) -> DaemonProcess:
+        """A daemon of ours on the connection of another keeper, which let go of it; its daemon may have died."""
+        entry = kernel_mount.find_mount(self._record.mountpoint)
+        if entry is None or not entry.is_tierfs or not kernel_mount.connection_is_alive(self._fuse_fd):
+            raise MountError(f"{self._record.mountpoint} was unmounted just now; mount again")
+        self._mount_id = entry.mount_id
+        service_main_process()
+        self._can_resend = True  # or nobody would have let go
+        self._instance.daemon_ready.unlink(missing_ok=True)
+        if (old := read_process(self._instance.daemon_pid)) is not None:
+            log.info("ending the daemon %d, to go on with another", old.pid)
+            old.send_signal(signal.SIGKILL)  # a daemon that ends by itself takes the mount with it
+            old.wait(_END_WITHIN_S)
+        return self._start("takeover")
 
     def _mount(self) -> None:
         """A new connection on the mount point; what is left there of an old one goes."""
@@ -382,70 +441,3 @@ class Keeper:
             os.close(self._fuse_fd)
             self._fuse_fd = -1
         end_instance(self._instance, keep_log=keep_log)
-
-
-def keep(instance: Instance, *, daemon_module: str = "mount.daemon", on_ready: Callable[[], None]) -> int:
-    """Runs the keeper of an instance in this process until its mount ends; see `Keeper.run`."""
-    lock = lock_keeper(instance)
-    try:
-        settings = settings_from_json(instance.settings.read_text())
-        record = read_record(instance)
-        if record is None:
-            raise MountError(f"{instance.mount_record} is missing or damaged; mount with `tierfs mount`")
-        _raise_file_limit()
-        return Keeper(instance, settings, record, daemon_module=daemon_module, on_ready=on_ready).run()
-    finally:
-        os.close(lock)
-
-
-def _raise_file_limit() -> None:
-    """The daemon, which inherits it, holds a descriptor for each file that the kernel knows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for limit in ((1 << 20, max(hard, 1 << 20)), (hard, hard)):
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-            return
-        except (OSError, ValueError):
-            continue
-
-
-def set_up_log(notes: Sequence[str] = ()) -> None:
-    """The keeper's lines, `notes` first, go to standard error: the terminal, the journal, or `R/log/keeper.log`."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s keeper %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    for note in notes:
-        log.warning("%s", note)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`python -m mount.keeper R`: what `tierfs mount` starts. Says how it went on `--report-fd`, a line of JSON."""
-    parser = argparse.ArgumentParser(prog="mount.keeper")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--report-fd", type=int)
-    parser.add_argument("--daemon-module", default="mount.daemon")
-    given = parser.parse_args(arguments)
-    set_up_log()
-
-    def report(said: dict[str, Any]) -> None:
-        if given.report_fd is not None:
-            with suppress(OSError):
-                os.write(given.report_fd, json.dumps(said).encode() + b"\n")
-                os.close(given.report_fd)
-            given.report_fd = None
-
-    if given.report_fd is not None:
-        os.set_inheritable(given.report_fd, False)
-    try:
-        return keep(
-            Instance(given.directory), daemon_module=given.daemon_module, on_ready=lambda: report({"ready": True})
-        )
-    except (TierfsError, OSError) as error:
-        log.error("%s", error)
-        report({"error": str(error)})
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -73,6 +73,8 @@ class Prepared:
     record: MountRecord
     adopts: bool
     """A daemon of it lives without a keeper: it goes on with the settings it has."""
+    replaces: bool
+    """It is mounted, and its keeper and daemon are replaced by new ones."""
     notes: tuple[str, ...]
     """What the user should read once it is mounted."""
 
@@ -85,8 +87,11 @@ def prepare_mount(
     flags: Mapping[str, str] | None = None,
     source: str = "tierfs",
     make_mountpoint: bool = True,
+    replace: bool = False,
 ) -> Prepared:
     """Checks everything that can be checked before, and makes the runtime directory and a missing mount point.
+
+    With `replace` an instance that is mounted there already is no error: its keeper and daemon are to be replaced.
 
     SettingsError for settings, MountError for the rest: a mount point that is missing its parent, is no directory,
     is not empty (without `-o nonempty`), or is in use by another instance; a name that is mounted already.
@@ -102,9 +107,16 @@ def prepare_mount(
     may_send = is_running(instance) and is_unmounted(instance) and has_object_tier(instance)
     if may_send and end_sending(instance, within_s=SENDING_ENDS_WITHIN_S):
         notes.append("the last daemon still sent steps to the object tier; this one goes on with what is owed")
+    before = read_record(instance)
+    if replace and before is not None and is_running(instance):
+        if before.mountpoint != str(place):
+            raise MountError(
+                f"the instance {instance.name!r} is mounted on {before.mountpoint}, and can be replaced only there"
+            )
+        write_atomically(instance.next_settings, settings_to_json(settings))
+        return Prepared(instance, settings, before, adopts=False, replaces=True, notes=tuple(notes))
     if keeper_is_alive(instance):
         raise already_mounted(instance)
-    before = read_record(instance)
     daemon = read_process(instance.daemon_pid)
     if daemon is not None and before is not None:
         if before.mountpoint != str(place):
@@ -114,7 +126,7 @@ def prepare_mount(
             )
         notes.append(f"adopted the running daemon {daemon.pid}; changed settings take effect at the next mount")
         running = settings_from_json(instance.settings.read_text())
-        return Prepared(instance, running, before, True, tuple(notes))
+        return Prepared(instance, running, before, adopts=True, replaces=False, notes=tuple(notes))
 
     check_listening(settings)
     if settings.size > (memory := total_memory_bytes()):
@@ -141,7 +153,7 @@ def prepare_mount(
     record = MountRecord(str(place), privileged, made, source, kernel_options)
     write_atomically(instance.settings, settings_to_json(settings))
     write_record(instance, record)
-    return Prepared(instance, settings, record, False, tuple(notes))
+    return Prepared(instance, settings, record, adopts=False, replaces=False, notes=tuple(notes))
 
 
 def _check_object_tier(settings: Settings) -> None:
@@ -223,8 +235,8 @@ def start_detached(
     daemon_log_start = daemon_log.stat().st_size if daemon_log.exists() else 0
     log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     reading, writing = os.pipe2(os.O_CLOEXEC)
-    command = [sys.executable, "-m", "mount.keeper", str(instance.directory)]
-    command += ["--report-fd", str(writing), "--daemon-module", daemon_module]
+    command = [sys.executable, "-m", "mount.keeping", str(instance.directory)]
+    command += ["--report-fd", str(writing), "--daemon-module", daemon_module, *["--replace"] * prepared.replaces]
     with open(log_path, "ab") as log_file, os.fdopen(reading, "rb") as report:
         log_start = log_file.tell()
         try:

@@ -1,10 +1,8 @@
-"""What a process of tierfs hands to the next one, and what it tells systemd."""
+"""What a process of tierfs hands to the next one."""
 
 from __future__ import annotations
 
 import os
-import socket
-from contextlib import suppress
 from pathlib import Path
 
 FUSE_FD = "TIERFS_FUSE_FD"
@@ -22,29 +20,3 @@ def package_environment() -> dict[str, str]:
     paths = [home, *(path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != home)]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
-
-
-def service_is_ready() -> None:
-    """Tells systemd (Type=notify) that the mount answers."""
-    _notify_service_manager("READY=1")
-
-
-def service_is_stopping() -> None:
-    """Tells systemd that the end was asked for and is on its way."""
-    _notify_service_manager("STOPPING=1")
-
-
-def service_needs_longer(seconds: float) -> None:
-    """Tells systemd to wait so much longer, from now on, before it kills what it stops (sd_notify(3))."""
-    _notify_service_manager(f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
-
-
-def _notify_service_manager(state: str) -> None:
-    """sd_notify(3): a datagram to $NOTIFY_SOCKET; a leading @ names an abstract socket."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
-        notifier.sendto(state.encode(), address)

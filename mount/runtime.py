@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mount.live_process import LiveProcess, start_time
 from tierfs.errors import InstanceError, MountError, NotFound, SettingsError
@@ -65,12 +66,22 @@ class Instance:
         return self.directory / "daemon.ready"
 
     @property
+    def spare_pid(self) -> Path:
+        """The keeper that was replaced and waits whether its successor serves (`mount.replacing`)."""
+        return self.directory / "spare.pid"
+
+    @property
     def channel_state(self) -> Path:
         return self.directory / "channel.state"
 
     @property
     def settings(self) -> Path:
         return self.directory / "settings.json"
+
+    @property
+    def next_settings(self) -> Path:
+        """Of the keeper that is to replace the one that runs; `settings` once it has."""
+        return self.directory / "settings.next.json"
 
     @property
     def mount_record(self) -> Path:
@@ -263,6 +274,15 @@ def read_process(path: Path) -> LiveProcess | None:
         return None
     process = LiveProcess(pid, started)
     return process if process.is_alive() else None
+
+
+def read_daemon_ready(instance: Instance) -> dict[str, Any] | None:
+    """What the running daemon said when it was ready, and its `pid`; None before that."""
+    try:
+        said = json.loads(instance.daemon_ready.read_text())
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) else None
 
 
 def lock_keeper(instance: Instance, *, timeout_s: float = 2.0) -> int:

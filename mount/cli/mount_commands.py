@@ -32,6 +32,25 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     mount.add_argument(
         "--timeout", type=float, default=30.0, metavar="S", help="how long the mount may take (default 30 s)"
     )
+    mount.add_argument(
+        "--replace",
+        action="store_true",
+        help="where it is mounted, exchange its processes for new ones, with these settings; programs go on",
+    )
+    mount.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="with --foreground: a file that is there while this process keeps the mount; when another one takes it, "
+        "stay until told to stop, as in a Kubernetes pod",
+    )
+    mount.add_argument(
+        "--watchdog",
+        type=float,
+        metavar="S",
+        help="with --foreground: kill a daemon that does not answer for so long, and start another (default: what "
+        "systemd's WatchdogSec= says, else never)",
+    )
     mount.add_argument("--daemon-module", default="mount.daemon", help=argparse.SUPPRESS)  # for tests of the keeper
     mount.set_defaults(run=run_mount)
 
@@ -61,15 +80,43 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def run_mount(args: argparse.Namespace) -> int:
-    from mount.keeper import keep, set_up_log
+    from mount.keeping import keep, set_up_log
     from mount.launch import LaunchFailed, object_tier_problem, prepare_mount, start_detached
-    from mount.processes import service_is_ready
+    from mount.notify import service_is_ready, watchdog_s
+    from tierfs.errors import SettingsError
     from tierfs.units import format_size
 
-    prepared = prepare_mount(args.mountpoint, args.options, config=args.config)
+    if not args.foreground and (args.ready_file is not None or args.watchdog is not None):
+        raise SettingsError("--ready-file and --watchdog are for --foreground only")
+    if args.watchdog is not None and args.watchdog <= 0:
+        raise SettingsError("--watchdog takes a number of seconds that is greater than 0")
+    prepared = prepare_mount(args.mountpoint, args.options, config=args.config, replace=args.replace)
     if args.foreground:
         set_up_log(prepared.notes)
-        return keep(prepared.instance, daemon_module=args.daemon_module, on_ready=service_is_ready)
+        ready_file: Path | None = args.ready_file
+
+        def tell_ready() -> None:
+            if ready_file is not None:
+                ready_file.touch()
+            service_is_ready()
+
+        def take_back() -> None:
+            if ready_file is not None:
+                ready_file.unlink(missing_ok=True)
+
+        take_back()  # of a process before this one, in the same place
+        try:
+            return keep(
+                prepared.instance,
+                daemon_module=args.daemon_module,
+                on_ready=tell_ready,
+                on_let_go=take_back,
+                replace=prepared.replaces,
+                stays=ready_file is not None,
+                watchdog_s=args.watchdog or watchdog_s(),
+            )
+        finally:
+            take_back()
     try:
         said = start_detached(prepared, timeout_s=args.timeout, daemon_module=args.daemon_module)
     except LaunchFailed as error:
@@ -80,7 +127,8 @@ def run_mount(args: argparse.Namespace) -> int:
         print(f"tierfs: {note}", file=sys.stderr)
     size = format_size(prepared.settings.size)
     passthrough = {True: ", passthrough on", False: ", passthrough off"}.get(said.get("passthrough", ""), "")
-    print(f"mounted {prepared.instance.name} on {prepared.record.mountpoint} (RAM tier {size}{passthrough})")
+    done = "replaced the processes of" if prepared.replaces else "mounted"
+    print(f"{done} {prepared.instance.name} on {prepared.record.mountpoint} (RAM tier {size}{passthrough})")
     return 0
 
 

@@ -1,0 +1,5 @@
+"""A daemon of a version that never comes to serve, nor ends."""
+
+import signal
+
+signal.pause()
