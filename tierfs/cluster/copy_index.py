@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,9 @@ class CopyIndex:
         self._by_ino: dict[int, str] = {}
         self._shelved: dict[Key, set[str]] = {}  # by the names of the shelf's directories
         self._on_shelf: dict[str, str] = {}
+        #: The inode is this version no longer: it is written again, was removed, or is damaged. May be told of one that
+        #: others have left long ago.
+        self.on_left: Callable[[int, str], None] = lambda ino, version: None
 
     # --- the index
 
@@ -121,6 +124,7 @@ class CopyIndex:
             known = self._copies.get(version)
             if known is not None and known.ino == ino:
                 del self._copies[version]
+            self.on_left(ino, version)
         return version
 
     def path(self, version: str) -> Path | None:
@@ -139,6 +143,7 @@ class CopyIndex:
             del self._copies[version]
             if self._by_ino.get(copy.ino) == version:
                 del self._by_ino[copy.ino]
+            self.on_left(copy.ino, version)
         return None
 
     def has(self, version: str) -> bool:
@@ -193,6 +198,7 @@ class CopyIndex:
                 if not copy.places:
                     del self._copies[version]
                     self._by_ino.pop(copy.ino, None)
+                    self.on_left(copy.ino, version)
         self._registry.discard(self._shelf_of(key), size_bytes=size)
 
     def step_moved(self, old: Key, new: Key) -> None:
@@ -216,12 +222,19 @@ class CopyIndex:
         copy = self._copies.pop(version, None)
         if copy is not None and self._by_ino.get(copy.ino) == version:
             del self._by_ino[copy.ino]
+        if copy is not None:
+            self.on_left(copy.ino, version)
         if version in self._on_shelf:
             self.drop(key, version)
 
     def drop(self, key: Key, version: str) -> None:
         """A replica on the shelf is not needed (any more)."""
-        self.place(key, version).unlink(missing_ok=True)
+        place = self.place(key, version)
+        with contextlib.suppress(FileNotFoundError):
+            info = place.lstat()
+            place.unlink()
+            if info.st_nlink == 1:
+                self.on_left(info.st_ino, version)
         self._left_shelf(key, version)
 
     def bytes_of(self, key: Key) -> int:

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,6 +71,8 @@ class StepRegistry:
         self.to_checksum: dict[Key, set[str]] = {}
         self.wake = trio.Event()
         self.trash_filled = trio.Event()
+        #: Awaited before what lies in the trash at a path is freed: whoever has memory of its files mapped lets go.
+        self.before_freeing: Callable[[Path], Awaitable[None]] = _at_once
         #: What a new daemon changed before it could tell the kernel; see `tell_untold`.
         self.untold: list[tuple[str, str]] = []
         self._being_freed: dict[str, int] = {}
@@ -220,6 +222,10 @@ class StepRegistry:
         """Room will come back by itself soon."""
         return bool(self._being_freed)
 
+    @property
+    def freeing_bytes(self) -> int:
+        return sum(self._being_freed.values())
+
     def old_directory(self, record: StepRecord) -> Path | None:
         """Where the generation lies that was set aside."""
         current = record.manifest.overwrite
@@ -269,7 +275,7 @@ class StepRegistry:
 
     def make_room(self, wanted_bytes: int, *, sparing: StepRecord | None = None) -> bool:
         """Evict what retention allows until so many bytes are free; True when something went, or is going already."""
-        coming_bytes = sum(self._being_freed.values())
+        coming_bytes = self.freeing_bytes
         wanted_bytes = max(0, wanted_bytes - coming_bytes)
         chosen = self._evictable(wanted_bytes, sparing)
         for fact, record in chosen:
@@ -281,7 +287,7 @@ class StepRegistry:
 
     def evictable_bytes(self) -> int:
         """How many bytes `make_room` could free at most, with what is being freed already."""
-        return sum(self._being_freed.values()) + sum(fact.bytes for fact, _ in self._evictable(1 << 62, None))
+        return self.freeing_bytes + sum(fact.bytes for fact, _ in self._evictable(1 << 62, None))
 
     @contextmanager
     def using(self, records: Iterable[StepRecord]) -> Iterator[None]:
@@ -373,3 +379,7 @@ class StepRegistry:
     def extra(self, record: StepRecord, inner: str = "") -> dict[str, str]:
         """The fields of a log line."""
         return {"namespace": record.manifest.namespace, "step": record.manifest.step, "file": inner, "tier": "ram"}
+
+
+async def _at_once(path: Path) -> None:
+    """Nobody has memory of files mapped."""

@@ -302,6 +302,7 @@ class Upkeep:
             self.registry.trash_filled = trio.Event()
             for path in list(trash.iterdir()):
                 with contextlib.suppress(OSError):
+                    await self.registry.before_freeing(path)
                     await trio.to_thread.run_sync(remove_tree, path, limiter=self._limiter)
                     self.registry.freed(path.name)
             with trio.move_on_after(REST_S):
