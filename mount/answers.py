@@ -12,13 +12,17 @@ import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from time import perf_counter
 from typing import Any, TypeVar
 
 import pyfuse3
 
+from mount.request_times import RequestTimes
 from tierfs.errors import TierfsError
 
 _OperationsClass = TypeVar("_OperationsClass", bound=type[pyfuse3.Operations])
+
+_TIMES = "_request_times"
 
 # These have nobody waiting for an answer: an error of theirs is logged and swallowed.
 _WITHOUT_ANSWER = frozenset({"forget"})
@@ -41,8 +45,34 @@ def answered(cls: _OperationsClass) -> _OperationsClass:
     return cls
 
 
+def measure(operations: pyfuse3.Operations, times: RequestTimes) -> None:
+    """From now on each request of these operations is timed. `operations` are of a class that is `answered`."""
+    vars(operations)[_TIMES] = times
+
+
 def _answer(name: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    plain = _refusing(name, handler)
+
     @functools.wraps(handler)
+    async def answer(self: Any, *args: Any) -> Any:
+        times: RequestTimes | None = self.__dict__.get(_TIMES)
+        if times is None:
+            return await plain(self, *args)
+        times.in_hand += 1
+        began = perf_counter()
+        try:
+            return await plain(self, *args)
+        except pyfuse3.FUSEError as error:
+            times.failed(name, error.errno)
+            raise
+        finally:
+            times.took(name, perf_counter() - began)
+            times.in_hand -= 1
+
+    return answer
+
+
+def _refusing(name: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def answer(self: Any, *args: Any) -> Any:
         try:
             return await handler(self, *args)

@@ -26,6 +26,7 @@ from mount.mending import run_again
 from mount.operations import Operations
 from mount.processes import FUSE_FD, NODE_DRAIN_S, READY_FD
 from mount.runtime import Instance, MountRecord, log_directory, read_record
+from mount.watching import Watching
 from tierfs.cluster.operations import ClusterOperations
 from tierfs.cluster.tier import ClusterTier
 from tierfs.errors import MountError, TierfsError
@@ -95,6 +96,7 @@ class Daemon:
         self.registry.open_handles = lambda nodeid: self.channel.handles(nodeid).opens
         self.tier.on_pressure = self.registry.make_room
         node = settings.node or f"{socket.gethostname()}.{instance.name}"
+        self.watching = Watching(self.registry, name=instance.name, mountpoint=record.mountpoint, node=node)
         self.cluster = self._join_cluster(node)
         self.workers = WorkerPool(settings) if settings.object else None
         self.objects: ObjectSteps | None = None
@@ -134,6 +136,16 @@ class Daemon:
             objects=self._object_operations(),
             cluster=ClusterOperations(self.cluster) if self.cluster is not None else None,
             leaving=self._leaving,
+            pages=self.watching.urls,
+        )
+        self.watching.look_at(
+            self.filesystem,
+            self.channel,
+            operations.table(),
+            hydration=hydration,
+            workers=self.workers,
+            objects=self.objects,
+            cluster=self.cluster,
         )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
@@ -176,6 +188,7 @@ class Daemon:
                 nursery.start_soon(self._stop_when_asked, nursery)
                 await nursery.start(self.tier.run)
                 await nursery.start(self.upkeep.run)
+                await nursery.start(self.watching.run)
                 nursery.start_soon(self.tier.trim_leftovers)
                 await nursery.start(self.control.run)
                 if self._left is not None:
@@ -190,6 +203,7 @@ class Daemon:
                 await self._drain()
                 if self.cluster is not None:
                     await self.cluster.leave()
+                await self.watching.finish()
                 nursery.cancel_scope.cancel()
         finally:
             self._save()

@@ -55,9 +55,10 @@ class Operations:
         objects: ObjectWork | None = None,
         cluster: ClusterWork | None = None,
         leaving: Leaving | None = None,
+        pages: Callable[[], list[str]] = list,
     ) -> None:
         """`path_of` turns a node id into a path below the mount's root, where it has one; `objects` is there when
-        there is an object tier, `cluster` when there may be other nodes."""
+        there is an object tier, `cluster` when there may be other nodes. `pages` says where the status page is."""
         self._instance = instance
         self._record = record
         self._registry = registry
@@ -65,6 +66,7 @@ class Operations:
         self._path_of = path_of
         self._steps = StepOperations(registry)
         self._leaving = leaving or Leaving()
+        self._pages = pages
         self._objects = ObjectControl(objects, self._leaving)
         self._cluster = ClusterControl(cluster, self._as_node)
         self._started = time.monotonic()
@@ -139,6 +141,7 @@ class Operations:
             },
             "object": objects,
             "cluster": self._cluster.status(),
+            "pages": self._pages(),
             "namespaces": _with_durability(namespaces, objects),
             "steps": [step for namespace in namespaces for step in namespace["steps"]],
             "growing": self._growing(),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import trio
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
@@ -34,6 +36,16 @@ ATTEMPTS = 3
 NOT_SERVED = "what is not in RAM is not served (any more)"
 
 
+@dataclass
+class FetchCounts:
+    """Since the daemon began; by the tier that bytes came from, `object` or `replica`, failures by the error's name
+    too. `files` became whole."""
+
+    files: int = 0
+    bytes: Counter[str] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
 class Fetcher:
     """Fetches chunks in tasks of its own, so that several readers share one, and none dies with its reader."""
 
@@ -45,6 +57,7 @@ class Fetcher:
         #: What `status` says of a step whose bytes could not be had, but may be had later; by the step's path.
         self._passing: dict[str, str] = {}
         self.nursery: trio.Nursery | None = None
+        self.counts = FetchCounts()
         #: A fetch ended, well or not, and nobody was told yet.
         self.settled: Callable[[PartialFile], None] = lambda part: None
 
@@ -113,6 +126,7 @@ class Fetcher:
             except (ObjectError, PeerError) as error:
                 raise self._failed(part, chunk, error) from None
             if found == expected:
+                self.counts.bytes[_tier(part.mark)] += part.length(chunk)
                 self._came(part, chunk)
                 return
             self._source.came_wrong(part.mark, chunk * CHUNK_BYTES)
@@ -152,6 +166,7 @@ class Fetcher:
         """Say what can't be read, and why."""
         message = f"chunk {chunk} of {part.shown} can't be fetched: {error.message}"
         log.error("%s", message, extra=self._extra(part))
+        self.counts.failures[_tier(part.mark), type(error).__name__] += 1
         if part.mark is not None:
             rel = f"{part.mark.namespace}/{part.mark.step}"
             self._registry.problem("error", message, rel)

@@ -21,7 +21,7 @@ from tierfs.checksum import CHUNK_BYTES, combine, to_text
 from tierfs.errors import NoRoom, ObjectCorrupt, ObjectUnavailable, TierfsError
 from tierfs.hydrate import eviction
 from tierfs.hydrate.aside import Aside
-from tierfs.hydrate.fetching import NOT_SERVED, Fetcher
+from tierfs.hydrate.fetching import NOT_SERVED, FetchCounts, Fetcher
 from tierfs.hydrate.partial import PartialFile
 from tierfs.hydrate.population import Population
 from tierfs.hydrate.room import HydrationRoom
@@ -129,6 +129,15 @@ class Hydration:
         """The modification time to show for a stub; bringing bytes moves the inode's own. None for what is no stub."""
         part = self.table.get(ino)
         return part.mark.mtime_ns if part is not None and part.mark is not None else None
+
+    @property
+    def counts(self) -> FetchCounts:
+        return self._fetcher.counts
+
+    @property
+    def in_flight(self) -> int:
+        """How many chunks are being fetched now."""
+        return len(self._room.transfers)
 
     # --- steps
 
@@ -404,6 +413,7 @@ class Hydration:
         self.table.drop(part)
         self._room.forget(part)
         self._ask_at.pop(part.ino, None)
+        self.counts.files += 1
         part.tell()
         self.on_whole(part.ino)
         mark = part.mark

@@ -28,6 +28,7 @@ from tierfs.persist.policy import Policy
 from tierfs.persist.putting_off import PutOff
 from tierfs.persist.sweeping import Sweeper
 from tierfs.steps.manifest import Persisted
+from tierfs.steps.news import reached
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
 from tierfs.units import format_duration, format_rate, format_size
@@ -367,6 +368,17 @@ class Persister:
             step=manifest.number,
         )
         log.info("step is persisted", extra=self._extra(record.key))
+        took_all_s = manifest.persisted.at - manifest.completed_at if manifest.completed_at else None
+        self.registry.news.tell(
+            reached(
+                *record.key,
+                "object",
+                generation=manifest.persisted.generation,
+                size_bytes=size,
+                files=manifest.persisted.files,
+                seconds=took_all_s,
+            )
+        )
         self.delete_surplus(manifest.namespace)
         self.registry.make_room(0)
 

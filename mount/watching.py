@@ -1,0 +1,213 @@
+"""What a daemon shows and tells of itself, put together: metrics, the status page, events.
+
+Nothing of the mount depends on it: where its address is taken, that is a problem of `status` and is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from mount.log_counts import LogCounts
+from mount.mending import run_again
+from mount.request_times import RequestTimes
+from mount.status_page import CONTENT_SECURITY_POLICY, render_page
+from tierfs.errors import SettingsError
+from tierfs.steps.registry import StepRegistry
+from tierfs.transport.addresses import join_address, split_setting
+from tierfs.watch.cluster_news import ClusterNews
+from tierfs.watch.telling import Telling
+
+if TYPE_CHECKING:
+    import pyfuse3
+
+    from mount.channel import Channel
+    from mount.control import Operation
+    from mount.http_pages import Page, PageMaker, PageServer
+    from mount.metrics import Metrics
+    from tierfs.cluster.tier import ClusterTier
+    from tierfs.hydrate.hydration import Hydration
+    from tierfs.objects.pool import WorkerPool
+    from tierfs.persist.tier import ObjectSteps
+
+#: What is asked for within so long gets one answer: many readers cost no more than one.
+FRESH_S = 0.5
+#: How long the end of a daemon waits for events that are on their way.
+TOLD_WITHIN_S = 5.0
+
+
+class Watching:
+    """Made before the steps are looked at, so that nothing is missed; `look_at` adds what there is by then."""
+
+    def __init__(self, registry: StepRegistry, *, name: str, mountpoint: str, node: str) -> None:
+        """SettingsError, also where what `metrics.listen` needs is not installed."""
+        settings = registry.settings
+        self._registry = registry
+        self._name, self._mountpoint, self._node = name, mountpoint, node
+        self._addresses = split_setting(settings.metrics.listen, "metrics.listen")
+        if self._addresses:
+            _must_be_installed()
+        self.telling = Telling(
+            registry.news, settings.events, {"instance": name, "mountpoint": mountpoint, "node": node}
+        )
+        self._logged = LogCounts()
+        self._times = RequestTimes()
+        self._cluster_news: ClusterNews | None = None
+        self._metrics: Metrics | None = None
+        self._server: PageServer | None = None
+        self._problem: dict[str, str] | None = None
+        self._operations: Mapping[str, Operation] = {}
+        self._asked: dict[str, tuple[float, Any]] = {}
+        self._asking = trio.Lock()
+        self._limiter = trio.CapacityLimiter(1)
+
+    def look_at(
+        self,
+        filesystem: pyfuse3.Operations,
+        channel: Channel,
+        operations: Mapping[str, Operation],
+        *,
+        hydration: Hydration | None,
+        workers: WorkerPool | None,
+        objects: ObjectSteps | None,
+        cluster: ClusterTier | None,
+    ) -> None:
+        """`operations` are those of the control socket; of them `status` and `nodes` are asked."""
+        self._operations = operations
+        if cluster is not None:
+            self._cluster_news = ClusterNews(cluster)
+            self.telling.is_told_here = self._cluster_news.is_told_here
+        if not self._addresses:
+            return
+        from mount.answers import measure  # late, as all that imports pyfuse3: the channel comes first
+        from mount.http_pages import PageServer
+        from mount.metrics import Metrics, Sources
+
+        measure(filesystem, self._times)
+        self._metrics = Metrics(
+            Sources(
+                name=self._name,
+                mountpoint=self._mountpoint,
+                node=self._node,
+                registry=self._registry,
+                channel=channel,
+                times=self._times,
+                logged=self._logged,
+                telling=self.telling,
+                hydration=hydration,
+                workers=workers,
+                objects=objects,
+                cluster=cluster,
+            )
+        )
+        self.telling.on_event = self._metrics.seen
+        self._server = PageServer(self._addresses, self._pages(self._metrics))
+
+    def urls(self) -> list[str]:
+        """Where the pages are now."""
+        if self._server is None:
+            return []
+        return [f"http://{join_address(host, port)}" for host, port in self._server.listening]
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled."""
+        with self._logged.counting():
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.telling.run)
+                if self._cluster_news is not None:
+                    await nursery.start(self._cluster_news.run)
+                if self._server is not None:
+                    nursery.start_soon(self._run_server, self._server)
+                task_status.started()
+
+    async def finish(self) -> None:
+        """The end is near: what was told has a moment to be passed on."""
+        await self.telling.finish(within_s=TOLD_WITHIN_S)
+
+    async def _run_server(self, server: PageServer) -> None:
+        await run_again(
+            [server.run], "the page for metrics and status", started=self._drop_problem, failed=self._note_problem
+        )
+
+    def _note_problem(self, message: str) -> None:
+        self._drop_problem()
+        self._problem = {"severity": "warning", "message": message, "path": ""}
+        self._registry.problems.append(self._problem)
+
+    def _drop_problem(self) -> None:
+        if self._problem is not None:
+            with suppress(ValueError):
+                self._registry.problems.remove(self._problem)
+            self._problem = None
+
+    # --- pages
+
+    def _pages(self, metrics: Metrics) -> dict[str, PageMaker]:
+        return {
+            "/": self._status_page,
+            "/status.json": self._status_json,
+            "/healthz": self._health,
+            "/metrics": lambda fields: self._metrics_page(metrics, fields),
+        }
+
+    async def _status_page(self, fields: Mapping[str, str]) -> Page:
+        from mount.http_pages import Page
+
+        status, nodes = await self._ask("status"), await self._ask("nodes")
+        text = await trio.to_thread.run_sync(render_page, status, nodes, time.time(), limiter=self._limiter)
+        policy = ("Content-Security-Policy", CONTENT_SECURITY_POLICY)
+        return Page(text.encode(), "text/html; charset=utf-8", headers=(policy,))
+
+    async def _status_json(self, fields: Mapping[str, str]) -> Page:
+        from mount.http_pages import Page
+
+        return Page(json.dumps(await self._ask("status")).encode() + b"\n", "application/json")
+
+    async def _health(self, fields: Mapping[str, str]) -> Page:
+        """200 while it is mounted: for probes."""
+        from mount.http_pages import Page
+
+        if (await self._ask("status"))["mounted"]:
+            return Page(b"mounted\n", "text/plain")
+        return Page(b"unmounted; what is owed is being sent\n", "text/plain", 503)
+
+    async def _metrics_page(self, metrics: Metrics, fields: Mapping[str, str]) -> Page:
+        from prometheus_client.exposition import choose_encoder
+
+        from mount.http_pages import Page
+
+        status = await self._ask("status")
+        problems = Counter(each["severity"] for each in status["problems"])
+        figures = await metrics.figures(problems=problems, is_mounted=status["mounted"])
+        encoder, content_type = choose_encoder(fields.get("accept", ""))
+        body = await trio.to_thread.run_sync(encoder, figures, limiter=self._limiter)
+        return Page(body, content_type)
+
+    async def _ask(self, operation: str) -> Any:
+        """What the control socket would answer, at most FRESH_S old."""
+        async with self._asking:
+            at, answer = self._asked.get(operation, (float("-inf"), None))
+            if trio.current_time() - at > FRESH_S:
+                answer = await self._operations[operation]({}, _nobody)
+                self._asked[operation] = trio.current_time(), answer
+            return answer
+
+
+async def _nobody(values: Mapping[str, Any], /) -> None:
+    """Progress that nobody is told of."""
+
+
+def _must_be_installed() -> None:
+    try:
+        import h11  # noqa: F401
+        import prometheus_client  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"metrics.listen needs the package {error.name}: pip install 'tierfs[metrics]'", key="metrics.listen"
+        ) from None
