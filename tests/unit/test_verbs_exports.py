@@ -7,7 +7,6 @@ Run it longer with TIERFS_SOAK=1.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import random
 import tempfile
@@ -26,95 +25,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.step_driver import until
-from tests.unit.verbs_double import DoublePort, DoubleRegion, Fabric
+from tests.unit.verbs_bench import Bench, mapped_inodes
 from tierfs.transport import verbs_exports
 from tierfs.transport.verbs_exports import Export, Exports, NotExported
-from tierfs.transport.verbs_fabric import OpenPort
-from tierfs.transport.verbs_port import Capabilities
-from tierfs.transport.verbs_reading import Reader
 
 SOAK = os.environ.get("TIERFS_SOAK") == "1"
 PAGE = 4096
 WINDOW = 4 * PAGE
 FILE = 2 * WINDOW + 3 * PAGE + 77
 LIMIT = 4 * WINDOW
-
-
-class SlowRegion(DoubleRegion):
-    def close(self) -> None:
-        port = self.port
-        assert isinstance(port, SlowPort)
-        port.bench.be_slow()
-        with port.bench.lock:
-            super().close()
-
-
-class SlowPort(DoublePort):
-    """Its calls take time in their threads, and it takes `device_bytes` at most."""
-
-    def __init__(self, bench: Bench, name: str, device_bytes: int) -> None:
-        super().__init__(bench.fabric, Capabilities(name, "srd", True, 1 << 30, 16), name)
-        self.bench = bench
-        self.device_bytes = device_bytes
-
-    def register(self, address: int, length: int, *, remote: bool) -> DoubleRegion:
-        self.bench.be_slow()
-        with self.bench.lock:
-            used = sum(each.length for each in self.fabric.regions.values() if each.port is self and each.is_open)
-            if used + length > LIMIT:
-                self.bench.wrong.append(f"{used} + {length} bytes are registered with {self.gid}")
-            if used + length > self.device_bytes:
-                raise OSError(errno.ENOMEM, f"{self.gid} is full")
-            return SlowRegion(self, address, length, remote)
-
-
-class Bench:
-    """What exports need of the devices; counts who keeps them."""
-
-    def __init__(self, *, seed: int = 1, device_bytes: int = LIMIT, slowest_s: float = 0.0) -> None:
-        self.fabric = Fabric(seed)
-        self.lock = threading.Lock()
-        self.threads = trio.CapacityLimiter(3)
-        self.reason = ""
-        self.kept: Counter[OpenPort] = Counter()
-        self.wrong: list[str] = []
-        self.all: list[SlowPort] = []
-        self.ports: tuple[OpenPort, ...] = ()
-        #: Where it is not None, threads wait until it is set.
-        self.held_up: threading.Event | None = None
-        self._dice = random.Random(seed)
-        self._slowest_s = slowest_s
-        for _ in range(2):
-            self.add(device_bytes)
-
-    def add(self, device_bytes: int = LIMIT) -> None:
-        port = SlowPort(self, f"efa{len(self.all)}", device_bytes)
-        self.all.append(port)
-        self.ports += (OpenPort(port, Reader(port)),)
-
-    def lose(self, index: int) -> None:
-        lost = self.ports[index]
-        lost.reader.gone = "it was pulled out"
-        self.ports = tuple(each for each in self.ports if each is not lost)
-        self.add()
-
-    def keep(self, port: OpenPort) -> None:
-        assert not port.gone, "a device that is gone was taken into use"
-        self.kept[port] += 1
-
-    def release(self, port: OpenPort) -> None:
-        self.kept[port] -= 1
-        assert self.kept[port] >= 0
-
-    def be_slow(self) -> None:
-        if self.held_up is not None:
-            assert self.held_up.wait(10)
-        if self._slowest_s:
-            time.sleep(self._dice.random() * self._slowest_s)
-
-    def close(self) -> None:
-        for port in self.all:
-            port.close()
 
 
 @dataclass(eq=False)
@@ -134,11 +53,6 @@ class File:
             file.truncate(0)
             file.write(self.content)
             self.ino = os.fstat(file.fileno()).st_ino
-
-
-def mapped_inodes() -> list[int]:
-    """Of each mapping of this process (proc_pid_maps(5))."""
-    return [int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -241,16 +155,19 @@ class Driver:
         await self.rewrite(file)
 
     async def remove(self, file: File) -> None:
-        self.withdraw(file)
+        """Whoever asked before may be given it until somebody looks: the bytes are still those of the version."""
+        file.version = ""
         file.path.unlink()
         self.exports.look_soon()
         await until(lambda: file.ino not in mapped_inodes(), "a removed file's memory is given back")
+        file.changed += 1
         self._write(file)
 
     async def discard(self, file: File) -> None:
-        self.withdraw(file)
+        file.version = ""
         await self.exports.free_tree(file.path)
         assert file.ino not in mapped_inodes(), "what is freed is still mapped"
+        file.changed += 1
         file.path.unlink()
         self._write(file)
 
@@ -281,7 +198,7 @@ def test_whatever_is_done_to_files_their_exports_are_right(
     folder: Path, steps: list[tuple[str, int, int, int]], seed: int, device_windows: int, slowest_s: float
 ) -> None:
     async def main() -> None:
-        bench = Bench(seed=seed, device_bytes=device_windows * WINDOW, slowest_s=slowest_s)
+        bench = Bench(LIMIT, seed=seed, device_bytes=device_windows * WINDOW, slowest_s=slowest_s)
         async with exporting(bench) as exports:
             files = [File(folder / str(index)) for index in range(3)]
             for index, file in enumerate(files):
@@ -340,7 +257,7 @@ async def one_file(folder: Path, bench: Bench) -> AsyncIterator[Driver]:
 
 
 async def test_a_sealed_window_is_registered_once_for_all_who_ask(folder: Path) -> None:
-    bench = Bench()
+    bench = Bench(LIMIT)
     async with one_file(folder, bench) as driver:
         file = driver.files[0]
         exports = [await driver.ask(file, at, 50, growing=False) for at in (0, 5000, WINDOW - 50)]
@@ -352,7 +269,7 @@ async def test_a_sealed_window_is_registered_once_for_all_who_ask(folder: Path) 
 
 
 async def test_the_window_used_longest_ago_makes_room_and_those_in_use_stay(folder: Path) -> None:
-    bench = Bench()
+    bench = Bench(LIMIT)
     files = [File(folder / name) for name in "abc"]
     async with exporting(bench) as exports:
         driver = Driver(bench, exports, files)
@@ -374,7 +291,7 @@ async def test_the_window_used_longest_ago_makes_room_and_those_in_use_stay(fold
 async def test_a_device_that_is_full_gets_room_from_idle_windows_and_else_it_is_told(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(device_bytes=2 * WINDOW)
+    bench = Bench(LIMIT, device_bytes=2 * WINDOW)
     async with one_file(folder, bench) as driver:
         file = driver.files[0]
         for window in range(2):
@@ -388,7 +305,7 @@ async def test_a_device_that_is_full_gets_room_from_idle_windows_and_else_it_is_
 
 
 async def test_what_grows_is_not_kept_and_holes_are_not_filled(folder: Path) -> None:
-    bench = Bench()
+    bench = Bench(LIMIT)
     async with one_file(folder, bench) as driver:
         file = driver.files[0]
         export = await driver.ask(file, PAGE + 5, PAGE, growing=True)
@@ -409,7 +326,7 @@ async def test_what_grows_is_not_kept_and_holes_are_not_filled(folder: Path) -> 
 
 @pytest.mark.parametrize("how", ["removed", "cut"])
 async def test_memory_of_a_file_that_was_removed_or_cut_comes_back_by_itself(folder: Path, how: str) -> None:
-    bench = Bench()
+    bench = Bench(LIMIT)
     async with one_file(folder, bench) as driver:
         file = driver.files[0]
         for growing in (False, True):
@@ -426,7 +343,7 @@ async def test_memory_of_a_file_that_was_removed_or_cut_comes_back_by_itself(fol
 
 
 async def test_a_fence_waits_for_what_is_being_registered_and_nobody_gets_it(folder: Path) -> None:
-    bench = Bench()
+    bench = Bench(LIMIT)
     bench.held_up = threading.Event()
     async with one_file(folder, bench) as driver:
         file = driver.files[0]
@@ -453,8 +370,22 @@ async def test_a_fence_waits_for_what_is_being_registered_and_nobody_gets_it(fol
         assert sorted(done) == ["fenced", "refused"]
 
 
+async def test_another_version_of_an_inode_that_nobody_told_of_gets_memory_of_its_own(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with one_file(folder, Bench(LIMIT)) as driver:
+        file = driver.files[0]
+        before = await driver.ask(file, 0, 9, growing=False)
+        file.write(2)
+        after = await driver.ask(file, 0, 9, growing=False)
+        assert before is not None and after is not None and before is not after
+        await until(lambda: before.is_closed, "the old one is given back")
+        assert "memory of another version" in caplog.text
+        assert await driver.ask(file, WINDOW, 9, growing=False) is not None
+
+
 async def test_nothing_is_given_before_it_runs_and_after_it_ended(folder: Path) -> None:
-    bench = Bench()
+    bench = Bench(LIMIT)
     file = File(folder / "file")
     file.write(1)
     before = Driver(bench, Exports(bench, most_registered_bytes=LIMIT), [file])

@@ -152,7 +152,7 @@ class VerbsSession:
             nowhere = (None,) * len(self._ends)
             if not given:
                 return Exported(size, offset, 0, nowhere)
-            ports = list(dict.fromkeys(each.port for each in self._ends if each is not None and not each.port.gone))
+            ports = list(dict.fromkeys(port for port in self._ports() if port is not None))
             try:
                 export = await self._exports.give(fd, version, offset, given, ports, growing=growing)
             except NotExported as error:
@@ -161,7 +161,7 @@ class VerbsSession:
             os.close(fd)
         self._export = export
         given = min(given, export.start + export.length - offset)
-        remotes = tuple(None if each is None else export.remote(each.port, offset, given) for each in self._ends)
+        remotes = tuple(None if port is None else export.remote(port, offset, given) for port in self._ports())
         if not any(remotes):
             return Exported(size, offset, 0, nowhere, "no link of this connection leads to it")
         return Exported(size, offset, given, remotes)
@@ -184,6 +184,10 @@ class VerbsSession:
                 self._close_end(each)
 
     # --- inside
+
+    def _ports(self) -> list[OpenPort | None]:
+        """Of the links; None for those that carry nothing any more."""
+        return [None if each is None or each.port.gone else each.port for each in self._ends]
 
     async def _end_export(self) -> None:
         """Before there is another: one connection has no more than one window in use."""
