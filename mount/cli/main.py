@@ -17,6 +17,7 @@ from typing import NoReturn
 COMMAND_MODULES = (
     "mount.cli.mount_commands",
     "mount.cli.read_commands",
+    "mount.cli.top_command",
     "mount.cli.step_commands",
     "mount.cli.object_commands",
     "mount.cli.cluster_commands",
@@ -34,6 +35,7 @@ EPILOG = """\
 examples:
   tierfs mount /ckpt -o size=50%                mount; then let the training job write below /ckpt
   tierfs status /ckpt                           the mount, its steps and what is wrong, if anything is
+  tierfs top                                    the same, live: what moves, how fast, and what lags behind
   tierfs verify /ckpt/run1/step_500             read a step again and compare it with its checksums
   tierfs pin /ckpt/run1/step_500                never drop this step from RAM
   tierfs flush --all --wait                     send every complete step to the object tier, and wait for it

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from typing import Any
 
 from mount.cli.durability import cluster_facts, in_ram, leaving_fact, level_cell, object_facts, render_durability
@@ -21,18 +23,23 @@ STATE_STYLES = {
 
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
+    from mount.cli.object_commands import seconds
+
     status = subparsers.add_parser(
         "status",
         help="the mount, its steps and its problems",
         description="Shows a mounted instance: its processes, its RAM, every step and what is wrong.",
         epilog="examples:\n"
         "  tierfs status\n"
+        "  tierfs status --watch\n"
         "  tierfs status /ckpt --json | jq -r '.steps[] | [.namespace, .step, .state] | @tsv'\n\n"
         "exit codes: 0 all is well, 3 there are problems, 4 not mounted",
     )
     status.add_argument(
         "directory", metavar="DIR", nargs="?", help="mount point or name; may be left out when there is only one"
     )
+    status.add_argument("--watch", action="store_true", help="show it again and again, until q or Ctrl-C")
+    status.add_argument("--every", metavar="S", type=seconds, default=2.0, help="with --watch: so often (default 2 s)")
     add_json(status)
     status.set_defaults(run=run_status)
 
@@ -66,12 +73,34 @@ def run_status(arguments: argparse.Namespace) -> int:
     from mount.cli.client import request
     from mount.cli.tables import Screen, print_json
 
+    if arguments.watch:
+        return _watch_status(arguments)
     status = request(arguments.directory, "status")
     if arguments.json:
         print_json(status)
     else:
         sys.stdout.write(render_status(status, Screen.of(sys.stdout)))
     return DEGRADED if any(problem["severity"] == "error" for problem in status.get("problems", [])) else 0
+
+
+def _watch_status(arguments: argparse.Namespace) -> int:
+    """Until it is ended. With --json one document a line, for programs."""
+    from mount.cli.client import request
+    from mount.cli.live_screen import show
+    from mount.cli.tables import Screen
+    from mount.cli.top_command import LEAST_S
+
+    every_s = max(LEAST_S, arguments.every)
+    screen = Screen.of(sys.stdout)
+
+    def frame(columns: int, rows: int) -> list[str]:
+        return render_status(request(arguments.directory, "status"), screen).splitlines()
+
+    while arguments.json:
+        print(json.dumps(request(arguments.directory, "status")), flush=True)
+        time.sleep(every_s)
+    show(frame, every_s=every_s)
+    return 0
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -125,6 +154,7 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
             ("ballast", _ballast(ram)),
             *cluster_facts(status),
             *object_facts(status),
+            ("pages", ", ".join(status.get("pages", []))),
         ],
         screen,
     )

@@ -107,6 +107,8 @@ class ClusterOperations:
             "under_replicated": sum(seen.record.level == "complete" for seen in states),
             "draining": tier.drain.is_draining,
             "pulling": tier.replicator.state().pulling,
+            "bytes_sent": tier.server.bytes_sent,
+            "bytes_received": tier.peers.bytes_received,
         }
 
     def problems(self) -> list[dict[str, str]]:
