@@ -21,6 +21,7 @@ from tierfs.capabilities import SYS_ADMIN, SYS_RESOURCE, is_capable
 from tierfs.errors import TierfsError
 from tierfs.ram.memory import available_memory_bytes, total_memory_bytes
 from tierfs.settings import Settings
+from tierfs.settings_cluster import PeerSettings
 from tierfs.units import format_size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -54,7 +55,7 @@ class Tried:
 def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
     """Looks at everything, by trying where only trying can tell, and never raises.
 
-    Takes well under a second, but for object tiers and clusters.
+    Takes well under a second, but for RDMA devices, object tiers and clusters.
     """
     findings: list[Finding] = []
     for check in (
@@ -64,17 +65,18 @@ def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
         _kernel,
         _memory,
         _limits,
-        _rdma,
         _without_root,
         _mount_helper,
         _mounts,
         _left_over,
     ):
         findings += _safely(check)
-    for each in tried:
-        from mount.cluster_doctor import examine_cluster  # which need this module
-        from mount.object_doctor import examine_object_tier
+    from mount.cluster_doctor import examine_cluster  # which need this module
+    from mount.object_doctor import examine_object_tier
+    from mount.rdma_doctor import examine_rdma
 
+    findings += examine_rdma([(each.whose, each.settings.peer) for each in tried] or [("", PeerSettings())])
+    for each in tried:
         if each.settings.catalog:
             findings += examine_cluster(each.settings, whose=each.whose, node=each.node, is_mounted=each.is_mounted)
         if each.settings.object:
@@ -234,24 +236,6 @@ def _limits() -> Iterator[Finding]:
         )
     else:
         yield Finding("open files", OK, "the limit is high enough, or can be raised")
-    soft, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if _rdma_devices() and resource.RLIM_INFINITY not in (soft, locked) and not is_capable(SYS_RESOURCE):
-        yield Finding(
-            "locked memory",
-            WARN,
-            f"at most {format_size(locked)}; RDMA must lock what it moves",
-            "ulimit -l unlimited, LimitMEMLOCK=infinity",
-        )
-
-
-def _rdma_devices() -> list[str]:
-    place = Path("/sys/class/infiniband")
-    return sorted(entry.name for entry in place.iterdir()) if place.is_dir() else []
-
-
-def _rdma() -> Iterator[Finding]:
-    devices = _rdma_devices()
-    yield Finding("RDMA", OK, ", ".join(devices) or "no device: bytes go from node to node by TCP")
 
 
 # --- users and mounts

@@ -23,7 +23,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "tried as well: written to, read and cleaned up; other nodes are asked for a sign of life.",
         epilog="examples:\n  tierfs doctor\n  tierfs doctor -o object=s3://bucket/ckpt,s3.endpoint_url=http://seaweed:8333\n"
         "  tierfs doctor --config /etc/tierfs/job1.toml\n  tierfs doctor /ckpt\n\n"
-        "exit codes: 0 a mount works (perhaps with less than everything), 1 a mount can't work",
+        "exit codes: 0 a mount works (perhaps with less than everything), 1 a mount can't work, or not as the\n"
+        "settings demand (peer.transport = verbs without a device)",
     )
     doctor.add_argument(
         "directory", metavar="DIR", nargs="?", help="mount point or name: try what this one was mounted with"

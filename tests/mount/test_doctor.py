@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from mount import kernel_mount
+from mount import kernel_mount, rdma_doctor
 from tests.mount.keeper_rig import AS_USER, STUB, Rig, in_namespace, rig, tierfs
+from tierfs.settings_cluster import PeerSettings
+from tierfs.transport.verbs_devices import Found
+from tierfs.transport.verbs_port import Capabilities
 
 
 @pytest.fixture
@@ -74,6 +78,43 @@ def test_without_root_it_says_what_is_missing(stub: Rig) -> None:
     assert found["privileges"][0]["verdict"] == "warn" and "mount as root" in found["privileges"][0]["advice"], said
     assert "user_allow_other" in found["other users"][0]["advice"]
     assert found["fusermount3"][0]["verdict"] == "ok"
+
+
+def test_rdma_is_looked_for_as_the_settings_say() -> None:
+    """By the name of a device that no machine has, so that there is none to use."""
+    none = "peer.verbs_devices=none0"
+    (auto,) = findings(tierfs("doctor", "--json", "-o", none))["RDMA"]
+    assert (auto["verdict"], auto["advice"]) == ("ok", "")
+    assert auto["found"].startswith("files go from node to node by TCP: ")
+    reason = auto["found"].partition(": ")[2]
+    assert reason
+    (tcp,) = findings(tierfs("doctor", "--json", "-o", f"{none},peer.transport=tcp"))["RDMA"]
+    assert (tcp["verdict"], tcp["found"]) == ("ok", "not looked at: peer.transport is tcp")
+    done = tierfs("doctor", "--json", "-o", f"{none},peer.transport=verbs")
+    (verbs,) = findings(done)["RDMA"]
+    assert done.returncode == 1 and verbs["verdict"] == "fail" and "peer.transport = auto" in verbs["advice"]
+    assert verbs["found"] == f"peer.transport is verbs, and there is no device to use: {reason}"
+
+
+def test_rdma_devices_are_named_once_for_all_that_ask_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Found(
+        (Capabilities("mlx5_0", "rc", True, 1 << 30, 256), Capabilities("efa0", "srd", True, 1 << 30, 256)), ""
+    )
+    monkeypatch.setattr(
+        rdma_doctor, "find_devices", lambda wanted: found if not wanted else Found((), "no such device")
+    )
+    monkeypatch.setattr(rdma_doctor, "is_capable", lambda _: False)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 << 30, 2 << 30))
+    usual, named = PeerSettings(), PeerSettings(verbs_devices="mlx5_7", transport="verbs")
+    told = [
+        (each.check, each.verdict, each.found)
+        for each in rdma_doctor.examine_rdma([("a: ", usual), ("b: ", usual), ("c: ", named)])
+    ]
+    assert told == [
+        ("RDMA", "ok", "a: mlx5_0 (rc), efa0 (srd)"),
+        ("locked memory", "warn", "a: at most 2 GiB: files beyond that go by TCP"),
+        ("RDMA", "fail", "c: peer.transport is verbs, and there is no device to use: no such device"),
+    ]
 
 
 def test_an_object_tier_is_tried_and_left_as_it_was(stub: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
