@@ -26,17 +26,19 @@ from mount.runtime import Instance, read_process
 from tests.conftest import needs_fuse, wait_until
 
 DAEMON = "mount.daemon"
+POD_FLAGS = ("--foreground", "--replace", "--ready-file")
+"""What a daemon's pod runs `tierfs mount` with, as in the chart."""
 
 
 class Pod:
-    """The main process of a daemon's pod: `tierfs mount --foreground --replace --ready-file`, as in the chart."""
+    """The main process of a daemon's pod."""
 
     def __init__(self, node: Node, name: str, *, daemon_module: str = DAEMON, size: str = "128MiB") -> None:
         self.ready_file = node.directory / f"{name}.ready"
         self.log_file = node.directory / f"{name}.log"
         options = f"name={node.name},runtime_dir={node.run},size={size},ram.ballast=off"
-        command = [sys.executable, "-m", "mount.cli.main", "mount", str(node.mountpoint), "-o", options, "--foreground"]
-        command += ["--replace", "--ready-file", str(self.ready_file), "--daemon-module", daemon_module]
+        command = [sys.executable, "-m", "mount.cli.main", "mount", str(node.mountpoint), "-o", options]
+        command += [*POD_FLAGS, str(self.ready_file), "--daemon-module", daemon_module]
         with open(self.log_file, "ab") as log:
             # Bidirectional: the pod's copies of the host's mounts stay in one peer group with them.
             self.process = subprocess.Popen(
