@@ -137,7 +137,7 @@ def _receive_piece(source: _Source, fd: int, offset: int, length: int, received:
             got += more
     finally:
         if got:
-            _write(fd, buffer[:got], offset)
+            write_piece(fd, buffer[:got], offset)
             received.length += got
             received.crc64nvme = checksum
     return got
@@ -178,7 +178,8 @@ class _Source:
         self._connection.settimeout(0)
 
 
-def _write(fd: int, piece: memoryview, offset: int) -> None:
+def write_piece(fd: int, piece: memoryview, offset: int) -> None:
+    """All of it. NoRoom, OSError."""
     try:
         while piece:
             written = os.pwrite(fd, piece, offset)

@@ -22,7 +22,8 @@ from tierfs.transport.credentials import Credentials
 from tierfs.transport.frames import Frame, Kind
 from tierfs.transport.hello import HELLO_WITHIN_S, greet
 from tierfs.transport.peers import MOST_PULL_BYTES, Offer, Pulled
-from tierfs.transport.requests import Request, checksum_of, error_of, offer_of
+from tierfs.transport.requests import Operation, Request, checksum_of, error_of, offer_of
+from tierfs.transport.verbs_messages import Exported, Links, Proposal, exported_of, links_of
 
 log = logging.getLogger("tierfs.transport")
 
@@ -170,6 +171,36 @@ class TcpPeers:
         while True:
             yield offer_of((await self._next(connection, Kind.offer)).head, node)
 
+    # --- for `VerbsPeers`
+
+    async def dedicated(self, node: str) -> Connection:
+        """A connection of its own, the caller's to close. PeerUnavailable, PeerRefused."""
+        connection, _ = await self._connection(node, fresh=True)
+        return connection
+
+    async def propose(self, connection: Connection, proposals: Sequence[Proposal]) -> Links:
+        """Links that belong to the connection. PeerUnavailable; PeerRefused, also by a node that knows of none."""
+        request = self._request("link", links=tuple(proposals))
+        await connection.send(Kind.request, request.to_head())
+        return links_of((await self._next(connection, Kind.answer)).head, len(proposals))
+
+    async def export(
+        self, connection: Connection, version: str, offset: int, length: int, *, growing: bool, links: int
+    ) -> Exported:
+        """Where this range can be READ, by each of the connection's `links`. PeerLacks, after which the connection can
+        be used; PeerUnavailable, PeerRefused."""
+        request = self._request("export", version, offset, length, growing=growing)
+        await connection.send(Kind.request, request.to_head())
+        frame = await self._next(connection, Kind.answer)
+        return exported_of(frame.head, offset=offset, length=length, links=links)
+
+    def owed_s(self, length: int) -> float:
+        """How long whoever received so many bytes, not urgent ones, has to wait by the bandwidth limit."""
+        return self._bandwidth.take(length)
+
+    def has_address(self, node: str) -> bool:
+        return bool(self._address_of(node))
+
     # --- requests
 
     def trouble(self, node: str) -> str:
@@ -177,10 +208,17 @@ class TcpPeers:
         return self._nodes[node].trouble if node in self._nodes else ""
 
     def _request(
-        self, op: str, version: str = "", offset: int = 0, length: int = 0, *, growing: bool = False
+        self,
+        op: Operation,
+        version: str = "",
+        offset: int = 0,
+        length: int = 0,
+        *,
+        growing: bool = False,
+        links: tuple[Proposal, ...] = (),
     ) -> Request:
         beat_ms = max(10, min(_MOST_BEATS_MS, int(self._stall_s * 1000 / _BEATS_A_STALL)))
-        return Request(op, beat_ms, version, offset, length, growing)  # type: ignore[arg-type]
+        return Request(op, beat_ms, version, offset, length, growing, links)
 
     async def _ask(self, node: str, request: Request, *, most_body_bytes: int) -> Frame:
         """An answer in one frame. An idle connection that turns out to be dead is no failure of the node's."""

@@ -127,19 +127,23 @@ class Devices:
         return self._threads
 
     def keep(self, port: OpenPort) -> None:
-        self._entry(port).kept += 1
+        """ValueError where it was closed: which it is not as long as it is in `ports`."""
+        entry = self._entry(port)
+        if entry is None:
+            raise ValueError(f"{port.name} was closed already")
+        entry.kept += 1
 
     def release(self, port: OpenPort) -> None:
         entry = self._entry(port)
+        if entry is None:
+            return  # it could not be waited for any longer
         entry.kept -= 1
         if not entry.kept:
             entry.released.set()
 
-    def _entry(self, port: OpenPort) -> _InUse:
+    def _entry(self, port: OpenPort) -> _InUse | None:
         entry = self._in_use.get(port.name)
-        if entry is None or entry.open is not port:
-            raise ValueError(f"{port.name} was closed already")
-        return entry
+        return entry if entry is not None and entry.open is port else None
 
     # --- telling
 
