@@ -21,6 +21,7 @@ import trio
 from mount import kernel_mount
 from mount.channel import Channel
 from mount.control import ControlServer
+from mount.gateway_process import PAUSE_S, GatewayProcess
 from mount.leaving import Leaving
 from mount.mending import run_again
 from mount.operations import Operations
@@ -61,6 +62,10 @@ LOOK_S = 0.1
 MOST_RETRIES = 3
 #: READ requests of programs that wait for the object tier hold a task each; others must find one free.
 MOST_TASKS = 1000
+#: The same for the gateway.
+GATEWAY_WITHIN_S = 10.0
+GATEWAY = "gateway"
+"""What `status` names as the path of a problem of the gateway's."""
 
 
 class Daemon:
@@ -80,6 +85,7 @@ class Daemon:
         self._leaving = Leaving()
         self._listed = trio.Event()
         self._joined = trio.Event()
+        self._gateway_serves = trio.Event()
         # Before pyfuse3 is imported anywhere: its calls to libfuse must find the channel's.
         self.channel = Channel(
             fuse_fd,
@@ -149,6 +155,7 @@ class Daemon:
         )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
+        self.gateway = GatewayProcess(instance) if settings.gateway.listen else None
 
     def _left_stubs(self) -> Hydration | None:
         """Stubs of a mount with an object tier, or among other nodes: their holes are not to be read as data."""
@@ -197,6 +204,8 @@ class Daemon:
                     nursery.start_soon(self._run_cluster, self.cluster)
                 if self.workers is not None and self.objects is not None:
                     nursery.start_soon(self._run_object_tier, self.workers, self.objects)
+                if self.gateway is not None:
+                    nursery.start_soon(self._run_gateway, self.gateway)
                 nursery.start_soon(self._tell_ready, ready_fd)
                 await pyfuse3.main(max_tasks=MOST_TASKS)
                 self._is_unmounted = True
@@ -208,6 +217,19 @@ class Daemon:
         finally:
             self._save()
             pyfuse3.close(unmount=False)
+
+    async def _run_gateway(self, gateway: GatewayProcess) -> None:
+        await run_again(
+            [gateway.run],
+            "the gateway",
+            started=self._gateway_works,
+            failed=lambda message: self.registry.problem("error", message, GATEWAY),
+            pause_s=PAUSE_S,
+        )
+
+    def _gateway_works(self) -> None:
+        self.registry.clear_problems(GATEWAY)
+        self._gateway_serves.set()
 
     async def _run_cluster(self, cluster: ClusterTier) -> None:
         await run_again(
@@ -265,6 +287,9 @@ class Daemon:
                 await self._joined.wait()
         if self.objects is not None and not self.takeover:
             await self._wait_for_listing()
+        if self.gateway is not None:
+            with trio.move_on_after(GATEWAY_WITHIN_S):
+                await self._gateway_serves.wait()
         self.registry.tell_untold()
         info = self.channel.info()
         said = {"resend": info.resend, "passthrough": info.passthrough, "channel": info.kind, "reason": info.reason}

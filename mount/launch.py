@@ -18,6 +18,7 @@ from typing import Any
 
 from mount import kernel_mount
 from mount.cluster_check import check_cluster, check_listening
+from mount.gateway_process import check_gateway
 from mount.processes import package_environment
 from mount.runtime import (
     Instance,
@@ -129,6 +130,7 @@ def prepare_mount(
         return Prepared(instance, running, before, adopts=True, replaces=False, notes=tuple(notes))
 
     check_listening(settings)
+    check_gateway(settings, instance)
     if settings.size > (memory := total_memory_bytes()):
         notes.append(
             f"the RAM tier of {format_size(settings.size)} is larger than the memory there is, {format_size(memory)}: "

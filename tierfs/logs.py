@@ -29,14 +29,16 @@ LOG_BYTES = 8 << 20
 """A log file is turned over at this size; one older file is kept beside it, so a log takes twice this at most."""
 
 _OPEN_NAMESPACE_LOGS = 64
-_OWN_LOGS = ("daemon", "keeper")  # their logs may lie in the same directory
+_OWN_LOGS = ("daemon", "gateway", "keeper")  # their logs may lie in the same directory
 _QUIET_CHARACTERS = str.maketrans({"\n": "\\n", "\r": "\\r", "\x1b": "\\x1b", "\x00": "\\x00"})
 
 
-def configure_logging(settings: LogSettings, directory: Path | None = None, *, stream: TextIO | None = None) -> None:
-    """Sends the `tierfs` logger to `<directory>/daemon.log`, or to `stream` (default stderr) without a directory.
+def configure_logging(
+    settings: LogSettings, directory: Path | None = None, *, stream: TextIO | None = None, name: str = "daemon"
+) -> None:
+    """Sends the `tierfs` logger to `<directory>/<name>.log`, or to `stream` (default stderr) without a directory.
 
-    Called once, by the daemon at its start; a second call replaces the first. A directory that can't be written
+    Called once, by a process at its start; a second call replaces the first. A directory that can't be written
     falls back to the stream, and says so there.
     """
     logger = logging.getLogger(ROOT_LOGGER)
@@ -49,7 +51,7 @@ def configure_logging(settings: LogSettings, directory: Path | None = None, *, s
     chosen: logging.Handler = logging.StreamHandler(stream or sys.stderr)
     trouble = ""
     if target is not None:
-        file = BoundedFile(target / "daemon.log")
+        file = BoundedFile(target / f"{name}.log")
         if file.is_writable():
             chosen = _FileHandler(file)
         else:

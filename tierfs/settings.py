@@ -271,6 +271,21 @@ class S3Settings:
 
 
 @dataclass
+class GatewaySettings:
+    """`[gateway]`: an HTTP service for scripts that save with Amazon's SageMaker checkpointing library."""
+
+    listen: str = setting(
+        "",
+        "Where it listens: HOST:PORT, several with commas; empty is off. The library asks port 9200. There is no "
+        "authentication in the protocol: name loopback, or an address that only the training's pods reach.",
+        kind="addresses",
+    )
+    allow_reset: bool = setting(
+        False, "Whether a client may reset the cluster, which removes every namespace with its steps.", kind="bool"
+    )
+
+
+@dataclass
 class LogSettings:
     """`[log]`: the daemon's log, and one log a namespace."""
 
@@ -341,6 +356,7 @@ class Settings:
     etcd: EtcdSettings = field(default_factory=EtcdSettings)
     replication: ReplicationSettings = field(default_factory=ReplicationSettings)
     peer: PeerSettings = field(default_factory=PeerSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
     log: LogSettings = field(default_factory=LogSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     events: EventsSettings = field(default_factory=EventsSettings)

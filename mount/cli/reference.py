@@ -80,6 +80,7 @@ SECTION_TITLES = {
     "etcd": "Access to etcd",
     "replication": "Copies on other nodes",
     "peer": "Transfers between nodes",
+    "gateway": "The gateway for SageMaker's library",
     "log": "Logs",
     "metrics": "Metrics and the status page",
     "events": "Events",
