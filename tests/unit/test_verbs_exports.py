@@ -159,7 +159,10 @@ class Driver:
         file.version = ""
         file.path.unlink()
         self.exports.look_soon()
-        await until(lambda: file.ino not in mapped_inodes(), "a removed file's memory is given back")
+        await until(
+            lambda: file.ino not in mapped_inodes() and file.ino not in self.exports._files,
+            "a removed file's memory is given back",
+        )
         file.changed += 1
         self._write(file)
 
@@ -340,6 +343,17 @@ async def test_memory_of_a_file_that_was_removed_or_cut_comes_back_by_itself(fol
         assert bench.fabric.registered == 0
         while driver.held:
             driver.exports.give_back(driver.held.pop()[0])
+
+
+async def test_registering_does_not_change_the_time_of_a_file(folder: Path) -> None:
+    bench = Bench(LIMIT)
+    bench.locks_pages = True
+    async with one_file(folder, bench) as driver:
+        file = driver.files[0]
+        before = file.path.stat()
+        for at, growing in ((0, False), (WINDOW, True), (2 * WINDOW, False)):
+            assert await driver.ask(file, at, 9, growing=growing) is not None
+        assert file.path.stat().st_mtime_ns == before.st_mtime_ns
 
 
 async def test_a_fence_waits_for_what_is_being_registered_and_nobody_gets_it(folder: Path) -> None:

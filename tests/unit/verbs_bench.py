@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import random
 import threading
 import time
@@ -36,6 +38,9 @@ class SlowPort(DoublePort):
 
     def register(self, address: int, length: int, *, remote: bool) -> DoubleRegion:
         self.bench.be_slow()
+        if self.bench.locks_pages:
+            for page in range(address, address + length, mmap.PAGESIZE):
+                ctypes.memmove(page, ctypes.string_at(page, 1), 1)
         with self.bench.lock:
             used = sum(each.length for each in self.fabric.regions.values() if each.port is self and each.is_open)
             if used + length > self.bench.limit_bytes:
@@ -59,6 +64,8 @@ class Bench:
         self.wrong: list[str] = []
         self.all: list[SlowPort] = []
         self.ports: tuple[OpenPort, ...] = ()
+        #: Registering writes to each page, as locking it does.
+        self.locks_pages = False
         #: Where it is not None, threads wait until it is set.
         self.held_up: threading.Event | None = None
         self._dice = random.Random(seed)

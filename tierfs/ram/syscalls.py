@@ -25,6 +25,7 @@ MS_REMOUNT = 32
 MNT_DETACH = 2
 
 # include/uapi/asm-generic/mman-common.h, Linux 5.14
+MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 
 # include/uapi/linux/fcntl.h, include/uapi/linux/fs.h
@@ -86,11 +87,11 @@ def shared_mapping(fd: int, offset: int, length: int) -> Iterator[int]:
         _libc.munmap(address, length)
 
 
-def populate(address: int, length: int) -> None:
-    """Touch every page of a mapped range for writing, without copying anything.
+def populate(address: int, length: int, *, writing: bool = True) -> None:
+    """Touch every page of a mapped range for writing, or for reading, without copying anything.
 
     Raises EINVAL before Linux 5.14, and EFAULT where the file became shorter meanwhile.
     """
-    while _libc.madvise(address, length, MADV_POPULATE_WRITE) != 0:
+    while _libc.madvise(address, length, MADV_POPULATE_WRITE if writing else MADV_POPULATE_READ) != 0:
         if ctypes.get_errno() != errno.EINTR:
             raise _failure()

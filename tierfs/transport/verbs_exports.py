@@ -18,6 +18,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -316,9 +317,8 @@ class Exports:
                 raise NotExported(_LEAVES)
             if not reserved:
                 return {}
-            made, failed = await trio.to_thread.run_sync(
-                window.register, window.file.fd, reserved, limiter=self._fabric.threads
-            )
+            register = partial(window.register, window.file.fd, reserved, keep_time=window.kept)
+            made, failed = await trio.to_thread.run_sync(register, limiter=self._fabric.threads)
             window.regions.update(made)
             return failed
         except HasHole:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from tierfs.objects.mapped_ranges import has_hole
-from tierfs.ram.syscalls import shared_mapping
+from tierfs.ram.syscalls import populate, shared_mapping
 from tierfs.transport.verbs_fabric import OpenPort
 from tierfs.transport.verbs_port import Region, Remote
 
@@ -38,20 +39,37 @@ class Window:
         self._mapping = ExitStack()
         self._address: int | None = None
 
-    def register(self, fd: int, ports: Sequence[OpenPort]) -> tuple[dict[OpenPort, Region], dict[OpenPort, OSError]]:
+    def register(
+        self, fd: int, ports: Sequence[OpenPort], *, keep_time: bool
+    ) -> tuple[dict[OpenPort, Region], dict[OpenPort, OSError]]:
         """With these ports as well: the new regions, and why there are none. Blocks: in a thread.
 
-        `fd` is open for reading and writing. HasHole; OSError: it can't be mapped.
+        `fd` is open for reading and writing; `keep_time`: nobody else changes the file meanwhile. HasHole; OSError: it
+        can't be mapped.
         """
+        before = os.fstat(fd)
         if self._address is None:
             if has_hole(fd, self.start, self.length):
                 raise HasHole
             self._address = self._mapping.enter_context(shared_mapping(fd, self.start, self.length))
+        try:
+            # Locking a page is a write to it, and one to a page that isn't mapped yet sets the file's time
+            # (fault_dirty_shared_page in mm/memory.c). Reading maps the pages of a tmpfs for writing as well, and does
+            # not. It is also done without the interpreter lock, and leaves little to do for those who hold it.
+            populate(self._address, self.length, writing=False)
+            return self._register(self._address, ports)
+        finally:
+            if keep_time and os.fstat(fd).st_mtime_ns != before.st_mtime_ns:  # pages went to swap meanwhile, say
+                os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    def _register(
+        self, address: int, ports: Sequence[OpenPort]
+    ) -> tuple[dict[OpenPort, Region], dict[OpenPort, OSError]]:
         made: dict[OpenPort, Region] = {}
         failed: dict[OpenPort, OSError] = {}
         for each in ports:
             try:
-                made[each] = each.port.register(self._address, self.length, remote=True)
+                made[each] = each.port.register(address, self.length, remote=True)
             except OSError as error:
                 failed[each] = error
         return made, failed
