@@ -28,29 +28,30 @@ class NewestSteps:
     def seen(self, namespace: str, newest: StepRecord | None) -> None:
         """Before the link is changed: tells where this is an older one than before.
 
-        Not while the newest is being written again: its old self is set aside for that, and is put back where the save
-        fails.
+        Not yet while the newest is being changed: either its old self is put back, or it is whole again, or it goes.
         """
         before = self._newest.get(namespace) or self._linked(namespace)
-        if newest is not None:
-            self._newest[namespace] = newest.manifest.number, newest.manifest.step
-        else:
-            self._newest.pop(namespace, None)
-        now = self._newest.get(namespace)
-        if before is None or (now is not None and now >= before):
+        now = (newest.manifest.number, newest.manifest.step) if newest is not None else None
+        went_back = before is not None and (now is None or now < before)
+        reason = self._why(namespace, before[1]) if before is not None and went_back else ""
+        if before is not None and went_back and not reason:
+            self._newest[namespace] = before
             return
-        reason = self._why(namespace, before[1])
-        if not reason:
-            return
-        step = now[1] if now is not None else ""
-        where = f"back to {step}" if step else "to no step at all"
+        self._newest.pop(namespace, None)
+        if now is not None:
+            self._newest[namespace] = now
+        if before is not None and went_back:
+            self._tell(namespace, before[1], now[1] if now is not None else "", reason)
+
+    def _tell(self, namespace: str, before: str, now: str, reason: str) -> None:
+        where = f"back to {now}" if now else "to no step at all"
         self._news.tell(
             Event(
                 "walk-back",
-                f"the newest whole step of {namespace} is no longer {before[1]}, {_REASONS[reason]}: it goes {where}",
+                f"the newest whole step of {namespace} is no longer {before}, {_REASONS[reason]}: it goes {where}",
                 namespace,
-                step,
-                {"from": before[1], "to": step, "reason": reason},
+                now,
+                {"from": before, "to": now, "reason": reason},
             )
         )
 
@@ -59,7 +60,7 @@ class NewestSteps:
         return (where.number, where.step) if where is not None else None
 
     def _why(self, namespace: str, step: str) -> str:
-        """Why the step is not whole any more; "" for what is no walk-back."""
+        """Why the step is not whole any more; "" where that is not decided."""
         record = self._records.get((namespace, step))
         if record is None:
             return "removed"
