@@ -21,7 +21,6 @@ from tierfs.capabilities import SYS_ADMIN, SYS_RESOURCE, is_capable
 from tierfs.errors import TierfsError
 from tierfs.ram.memory import available_memory_bytes, total_memory_bytes
 from tierfs.settings import Settings
-from tierfs.settings_cluster import PeerSettings
 from tierfs.units import format_size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -75,7 +74,7 @@ def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
     from mount.object_doctor import examine_object_tier
     from mount.rdma_doctor import examine_rdma
 
-    findings += examine_rdma([(each.whose, each.settings.peer) for each in tried] or [("", PeerSettings())])
+    findings += examine_rdma([(each.whose, each.settings) for each in tried] or [("", Settings())])
     for each in tried:
         if each.settings.catalog:
             findings += examine_cluster(each.settings, whose=each.whose, node=each.node, is_mounted=each.is_mounted)

@@ -7,13 +7,14 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mount import kernel_mount, rdma_doctor
 from tests.mount.keeper_rig import AS_USER, STUB, Rig, in_namespace, rig, tierfs
-from tierfs.settings_cluster import PeerSettings
+from tierfs.settings import Settings
 from tierfs.transport.verbs_devices import Found
 from tierfs.transport.verbs_port import Capabilities
 
@@ -105,15 +106,18 @@ def test_rdma_devices_are_named_once_for_all_that_ask_the_same(monkeypatch: pyte
     )
     monkeypatch.setattr(rdma_doctor, "is_capable", lambda _: False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2 << 30, 2 << 30))
-    usual, named = PeerSettings(), PeerSettings(verbs_devices="mlx5_7", transport="verbs")
-    told = [
-        (each.check, each.verdict, each.found)
-        for each in rdma_doctor.examine_rdma([("a: ", usual), ("b: ", usual), ("c: ", named)])
-    ]
+    usual, named, encrypted = Settings(), Settings(), Settings()
+    named.peer.verbs_devices, named.peer.transport = "mlx5_7", "verbs"
+    encrypted.cluster.tls_cert = Path("/etc/tierfs/node.crt")
+    asked = [("a: ", usual), ("b: ", usual), ("c: ", named), ("d: ", encrypted)]
+    told = [(each.check, each.verdict, each.found) for each in rdma_doctor.examine_rdma(asked)]
     assert told == [
         ("RDMA", "ok", "a: mlx5_0 (rc), efa0 (srd)"),
         ("locked memory", "warn", "a: at most 2 GiB: files beyond that go by TCP"),
         ("RDMA", "fail", "c: peer.transport is verbs, and there is no device to use: no such device"),
+        ("RDMA", "ok", "d: mlx5_0 (rc), efa0 (srd)"),
+        ("locked memory", "warn", "d: at most 2 GiB: files beyond that go by TCP"),
+        ("RDMA", "warn", "d: what goes by RDMA is not encrypted, as what goes by TCP is (cluster.encryption)"),
     ]
 
 

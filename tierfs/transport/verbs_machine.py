@@ -153,7 +153,7 @@ def _pyverbs() -> str:
     try:
         version = importlib.metadata.version("pyverbs")
     except importlib.metadata.PackageNotFoundError:
-        version = "of the distribution"
+        version = "no version told"
     return f"{version}, {place}"
 
 

@@ -1,8 +1,8 @@
 """`tierfs verbs-selftest`: READs of a few sizes over each RDMA device and over all of them, what must be refused, and
 how fast it is. By the very code that moves files, and with digests of what came.
 
-What a device does after an error is looked at, not taken for granted: reliable connections carry nothing any more, and
-of EFA's SRD nobody who wrote this has seen it.
+What a link of SRD does after an error is looked at: nobody who wrote this has seen it. One of a reliable connection is
+not used again (`tierfs.transport.verbs_device`).
 """
 
 from __future__ import annotations
