@@ -335,12 +335,16 @@ async def test_memory_of_a_file_that_was_removed_or_cut_comes_back_by_itself(fol
         for growing in (False, True):
             assert await driver.ask(file, 2 * WINDOW, 9, growing=growing) is not None
         assert file.ino in mapped_inodes()
+        told: list[bool] = []
+        driver.exports.on_freed = lambda: told.append(file.ino in mapped_inodes())
         if how == "removed":
             file.path.unlink()
         else:
             os.truncate(file.path, WINDOW)
         await until(lambda: file.ino not in mapped_inodes(), "its memory is given back")
         assert bench.fabric.registered == 0
+        await until(lambda: told or how == "cut", "it is told that there is room")
+        assert told == ([False] if how == "removed" else [])
         while driver.held:
             driver.exports.give_back(driver.held.pop()[0])
 

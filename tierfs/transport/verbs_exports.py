@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +89,8 @@ class Exports:
         self._work = trio.Event()
         self._is_running = False
         self._troubled: set[OpenPort] = set()
+        #: A removed file's room came back only now.
+        self.on_freed: Callable[[], None] = lambda: None
         #: Bytes, by port; with what is being registered and given back.
         self.registered: Counter[OpenPort] = Counter()
         self.given = 0
@@ -235,7 +237,10 @@ class Exports:
                 self._leaving.discard(file)
                 if self._files.get(file.ino) is file:
                     del self._files[file.ino]
+                was_removed = not os.fstat(file.fd).st_nlink
                 os.close(file.fd)
+                if was_removed:
+                    self.on_freed()
 
     async def _drop_ports(self, window: Export, ports: set[OpenPort]) -> None:
         """These are gone; others may go on reading it."""
