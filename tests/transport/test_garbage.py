@@ -18,6 +18,8 @@ from tierfs.transport import requests
 from tierfs.transport.frames import HEAD_BYTES, Frame, Kind, Tags, decode_head, decode_json, encode
 from tierfs.transport.requests import Request, request_of
 from tierfs.transport.tcp import TcpPeers
+from tierfs.transport.verbs_messages import Proposal
+from tierfs.transport.verbs_port import LinkAddress
 from transport.nodes import HOLDER, FolderShelf, pair, port_of, usual_settings
 
 json_values = st.recursive(
@@ -40,9 +42,29 @@ def test_a_request_with_a_wrong_member_is_refused(member: str, value: object) ->
     except PeerRefused:
         return
     assert request.version.startswith(f"{HOLDER}/") or request.version == value
-    assert 0 <= request.length <= 64 << 20 and "\0" not in request.version
+    assert 0 <= request.length <= 64 << 20 and "\0" not in request.version and request.op != "link"
     token = request.version.partition("/")[2]
     assert request.op in ("offers", "ping", "ticket") or all(each in "0123456789abcdef" for each in token)
+
+
+@given(links=st.lists(json_values | st.lists(json_values | st.sampled_from(["rc", "srd"]), max_size=6), max_size=3))
+def test_links_that_are_none_are_refused(links: list[object]) -> None:
+    """And what is taken is what was said."""
+    head = {**usual_request, "op": "link", "links": links}
+    try:
+        request = request_of(Frame(Kind.request, head))
+    except PeerRefused:
+        return
+    assert request.links and request.to_head()["links"] == links
+    with pytest.raises(PeerRefused):
+        request_of(Frame(Kind.request, {**head, "op": "ping"}))
+
+
+def test_a_request_is_as_it_was_for_nodes_that_know_no_links() -> None:
+    assert "links" not in usual_request
+    assert request_of(Frame(Kind.request, usual_request)).to_head() == usual_request
+    proposed = Request("link", 100, links=(Proposal("srd", LinkAddress("fe80::1", 7, 0, 9)),))
+    assert request_of(Frame(Kind.request, proposed.to_head())) == proposed
 
 
 @given(member=st.sampled_from(sorted(usual_offer)), value=json_values | evil_texts)
@@ -76,12 +98,14 @@ def test_json_that_is_too_deep_or_no_number_is_refused() -> None:
 
 def a_conversation(dice: random.Random) -> bytes:
     """Frames of a client, some of them mutated."""
-    operations = ("pull", "fetch", "checksum", "offers", "ping", "ticket")
+    operations = ("pull", "fetch", "checksum", "offers", "ping", "ticket", "link", "export")
     versions = (f"{HOLDER}/ab", "x", "../y/00", f"{HOLDER}/ff")
     frames = [encode(Kind.hello, usual_hello), encode(Kind.proof, {"proof": ""})]
     for _ in range(3):
         request = {**usual_request, "op": dice.choice(operations), "version": dice.choice(versions)}
         request.update(length=dice.choice([0, 5, 1 << 40]), growing=dice.random() < 0.5)
+        if request["op"] == "link" or dice.random() < 0.1:
+            request["links"] = [dice.choice([["rc", "fe80::1", 5, 0, 0], ["srd", "", -1, 0, 0], ["rc"], 7])]
         frames.append(encode(Kind.request, request))
     whole = bytearray()
     for number, frame in enumerate(frames):
