@@ -29,6 +29,7 @@ from mount.nodes import ROOT, NodeTable
 from mount.open_files import OpenFiles, is_writing
 from mount.replays import Replays
 from mount.stub_files import StubFiles
+from mount.wishes import Wishes
 
 if TYPE_CHECKING:
     from mount.channel import Channel
@@ -62,6 +63,7 @@ class TierFs(pyfuse3.Operations):
         self._files = OpenFiles(self.nodes, channel, tier, self.log)
         self._stubs = StubFiles(hydration, self.nodes, self._files, channel, tier, self.log)
         self._replays = Replays(self.nodes, channel)
+        self._wishes = Wishes(self.nodes, self._files, self._stubs, tier, tracker)
         tracker.invalidate = self.invalidate
         os.umask(0)
 
@@ -256,16 +258,13 @@ class TierFs(pyfuse3.Operations):
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
         if not xattrs.is_virtual(name):
             return xattrs.get(self.nodes, inode, name)
-        rel = self.nodes.path(inode)
-        if rel is None:
-            self._stubs.refuse_replaced(inode)
-        value = None if rel is None else self.tracker.xattrs(rel, self.nodes.stat(inode)).get(os.fsdecode(name))
-        if value is None:
-            raise pyfuse3.FUSEError(errno.ENODATA)
-        return value
+        return self._wishes.get(inode, os.fsdecode(name))
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
-        xattrs.put(self.nodes, inode, name, value)
+        if xattrs.is_virtual(name):
+            await self._wishes.put(inode, os.fsdecode(name), value)
+        else:
+            xattrs.put(self.nodes, inode, name, value)
         if name.startswith(b"system."):  # an access control list, which sets the mode: `cp -a` does it so
             self.tracker.attributes_set(self._path_or_none(inode))
 

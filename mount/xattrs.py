@@ -1,6 +1,6 @@
 """Which extended attributes a program sees, and which it may set.
 
-user.tierfs.*             made up from the state of steps; can't be set
+user.tierfs.*             made up from the state of steps; a few take wishes (mount/wishes.py)
 user.*                    kept with the backing file
 system.posix_acl_access   a list that says no more than the mode bits is accepted and sets them
 system.posix_acl_default  none, and removing it succeeds in finding none
@@ -47,7 +47,6 @@ def names(nodes: NodeTable, nodeid: int) -> list[bytes]:
 
 
 def put(nodes: NodeTable, nodeid: int, name: bytes, value: bytes) -> None:
-    _refuse_virtual(name)
     if name == _ACL_ACCESS:
         mode = _mode_of_acl(value) | (nodes.stat(nodeid).st_mode & 0o7000)
         Path(nodes.proc(nodeid)).chmod(mode)
@@ -58,15 +57,11 @@ def put(nodes: NodeTable, nodeid: int, name: bytes, value: bytes) -> None:
 
 
 def remove(nodes: NodeTable, nodeid: int, name: bytes) -> None:
-    _refuse_virtual(name)
+    if is_virtual(name):
+        raise pyfuse3.FUSEError(errno.EPERM)
     if not name.startswith(b"user."):
         raise pyfuse3.FUSEError(errno.ENODATA)
     os.removexattr(nodes.proc(nodeid), name)
-
-
-def _refuse_virtual(name: bytes) -> None:
-    if is_virtual(name):
-        raise pyfuse3.FUSEError(errno.EPERM)
 
 
 def _refuse_unseen(name: bytes) -> None:

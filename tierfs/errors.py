@@ -12,6 +12,7 @@ TierfsError                     anything below; carries an errno for the kernel 
 ├── NoRoom                      the RAM tier is full and nothing in it may be evicted (ENOSPC)
 ├── ChecksumMismatch            bytes differ from what was sealed (EIO)
 ├── LevelNotReached             a step is not as durable in time as `durability` asks for (EIO)
+├── WishRefused                 a program asks for one step what this mount can't do (EOPNOTSUPP)
 ├── ObjectError                 the object tier refused or failed; says whether trying again may help
 │   ├── ObjectMissing           no such object
 │   ├── ObjectExists            a conditional PUT found the object there (412), or another is just being made (409)
@@ -123,6 +124,10 @@ class ChecksumMismatch(TierfsError):
 
 class LevelNotReached(TierfsError):
     errno = errno.EIO
+
+
+class WishRefused(TierfsError):
+    errno = errno.EOPNOTSUPP
 
 
 class ObjectError(TierfsError):

@@ -27,6 +27,7 @@ from tierfs.persist.object_retention import StoredFacts, choose_deletions
 from tierfs.persist.policy import Policy
 from tierfs.persist.putting_off import PutOff
 from tierfs.persist.sweeping import Sweeper
+from tierfs.steps import wishes
 from tierfs.steps.manifest import Persisted
 from tierfs.steps.news import reached
 from tierfs.steps.record import StepRecord
@@ -384,7 +385,8 @@ class Persister:
 
     def _begun_elsewhere(self, record: StepRecord) -> None:
         """Another node has begun to persist a step of which this one holds a part."""
-        if not record.manifest.owed and self._policy_of(record) != "none":
+        wished = wishes.tiers_of(record.directory)
+        if not record.manifest.owed and self._policy_of(record) != "none" and (wished is None or "object" in wished):
             self.owe(record, "policy")
 
     def _give_up(self, record: StepRecord, message: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.persist.local_state import namespace_path
 from tierfs.settings import PersistSettings
+from tierfs.steps import wishes
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.whole_files import write_whole
@@ -64,6 +65,9 @@ class Policy:
         again = manifest.persisted is not None or bool(manifest.owed)
         if settings.persist.policy == "none":
             return ""
+        wished = wishes.tiers_of(record.directory)
+        if wished is not None and not again:
+            return "policy" if "object" in wished else ""
         if settings.persist.policy == "all" or settings.durability.commit == "object":
             return "policy"
         if settings.persist.policy == "every" and not again:

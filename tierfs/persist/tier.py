@@ -58,6 +58,9 @@ class ObjectSteps:
     def completed(self, record: StepRecord) -> None:
         self.persister.completed(record)
 
+    def asked_for(self, record: StepRecord) -> None:
+        self.persister.owe(record, "demand")
+
     def changed(self, record: StepRecord) -> None:
         self.persister.changed(record)
 

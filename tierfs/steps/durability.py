@@ -7,6 +7,7 @@ import logging
 import trio
 
 from tierfs.errors import LevelNotReached
+from tierfs.steps import wishes
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
 from tierfs.units import format_duration
@@ -16,7 +17,8 @@ log = logging.getLogger("tierfs.steps")
 
 def level_wanted(registry: StepRegistry, record: StepRecord) -> str:
     """What the completing rename of this step waits for: ram, replica or object."""
-    wanted = registry.settings.for_namespace(record.manifest.namespace).durability.commit
+    wished = wishes.durability_of(record.directory)
+    wanted = wished or registry.settings.for_namespace(record.manifest.namespace).durability.commit
     if wanted == "auto":
         return "replica" if registry.cluster.has_peers() else "ram"
     return wanted

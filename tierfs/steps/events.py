@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
+from tierfs.errors import NotAStep
+
 
 class StepTracker(Protocol):
     """Each call may raise TierfsError or OSError; its errno is what the program gets."""
@@ -104,6 +106,10 @@ class StepTracker(Protocol):
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]: ...
 
+    def wished(self, rel: str, name: str, value: str) -> None:
+        """A program asks for something for one step: `name` and `value` are those of `tierfs.steps.wishes`."""
+        ...
+
     def hidden(self, dir_rel: str, name: str) -> bool: ...
 
 
@@ -187,6 +193,9 @@ class NoSteps:
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]:
         return {}
+
+    def wished(self, rel: str, name: str, value: str) -> None:
+        raise NotAStep(f"{rel} is no step")
 
     def hidden(self, dir_rel: str, name: str) -> bool:
         return False

@@ -20,6 +20,10 @@ class ObjectTier(Protocol):
         """The step (or a new generation of it) is complete now, and its manifest is saved or will be."""
         ...
 
+    def asked_for(self, record: StepRecord) -> None:
+        """A program wants the step there, which may be complete long since: soon, and ahead of others."""
+        ...
+
     def changed(self, record: StepRecord) -> None:
         """A file was added to a complete step, or a small one in it edited or removed."""
         ...
@@ -73,6 +77,9 @@ class NoObjectTier:
     """A node without an object tier."""
 
     def completed(self, record: StepRecord) -> None:
+        pass
+
+    def asked_for(self, record: StepRecord) -> None:
         pass
 
     def changed(self, record: StepRecord) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 import trio
 
-from tierfs.steps import generations
+from tierfs.errors import NotAStep
+from tierfs.steps import generations, wishes
 from tierfs.steps.commits import check_commit, commit
 from tierfs.steps.completion import waits_for_last_file
 from tierfs.steps.durability import wait_for_file, wait_for_level
@@ -27,7 +28,7 @@ from tierfs.steps.moves import Moves, drop
 from tierfs.steps.names import StepPath
 from tierfs.steps.record import SHARD_SUFFIXES, StepRecord, Writer, same_bytes, sealed_stub
 from tierfs.steps.registry import Key, StepRegistry
-from tierfs.steps.report import step_tier
+from tierfs.steps.report import describe_tiers, step_tier
 from tierfs.steps.stub_moves import StubMoves
 
 log = logging.getLogger("tierfs.steps")
@@ -389,6 +390,10 @@ class Steps:
             values["user.tierfs.tier"] = step_tier(self.registry.object_tier.describe(record)).encode()
         values["user.tierfs.state"] = record.shown_state.encode()
         values["user.tierfs.generation"] = str(record.generation_of(where.inner)).encode()
+        if not where.inner:
+            if record.is_complete:
+                values["user.tierfs.level"] = describe_tiers(self.registry, record)["level"].encode()
+            values.update({f"user.tierfs.{name}": text.encode() for name, text in wishes.of(record.directory).items()})
         entry = record.manifest.files.get(where.inner)
         if (
             entry is not None
@@ -401,6 +406,17 @@ class Steps:
         ):
             values["user.tierfs.checksum"] = entry.checksum.encode()
         return values
+
+    def wished(self, rel: str, name: str, value: str) -> None:
+        where = self.registry.names.locate(rel)
+        record = self.registry.at_or_new(where) if where is not None and not where.inner else None
+        if record is None:
+            raise NotAStep(f"{rel} is no step, so nobody can wish for its {name}")
+        settings = self.registry.settings
+        policy = settings.for_namespace(record.manifest.namespace).persist.policy
+        wishes.put(record.directory, name, value, has_object_tier=bool(settings.object) and policy != "none")
+        if name == "tiers" and "object" in value.split(","):
+            self.registry.object_tier.asked_for(record)
 
     def hidden(self, dir_rel: str, name: str) -> bool:
         return name == LATEST and self.registry.latest.mode == "hidden" and self.registry.latest.is_ours(dir_rel)
