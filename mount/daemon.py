@@ -142,7 +142,7 @@ class Daemon:
             objects=self._object_operations(),
             cluster=ClusterOperations(self.cluster) if self.cluster is not None else None,
             leaving=self._leaving,
-            pages=self.watching.urls,
+            pages=self.watching,
         )
         self.watching.look_at(
             self.filesystem,

@@ -19,7 +19,9 @@ log = logging.getLogger("tierfs.pages")
 
 #: Connections at a time; more wait in the kernel's queue.
 MOST_CONNECTIONS = 32
-#: A request has to be whole, and an answer taken, within this; an idle connection is kept as long.
+#: A new connection has to bring its request within this.
+FIRST_WITHIN_S = 5.0
+#: An answer has to be taken within this; an idle connection is kept as long.
 WITHIN_S = 30.0
 #: A page that takes longer to make is an error.
 MADE_WITHIN_S = 20.0
@@ -131,9 +133,10 @@ class _Connection:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
 
     async def serve(self) -> None:
+        within_s = FIRST_WITHIN_S
         while True:
             try:
-                with trio.move_on_after(WITHIN_S) as scope:
+                with trio.move_on_after(within_s) as scope:
                     request = await self._request()
                 if scope.cancelled_caught or request is None:
                     return
@@ -145,6 +148,7 @@ class _Connection:
             if scope.cancelled_caught or self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
                 return
             self._http.start_next_cycle()
+            within_s = WITHIN_S
 
     async def _request(self) -> h11.Request | None:
         """The next one, without its body; None where the connection ended."""

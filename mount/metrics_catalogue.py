@@ -168,8 +168,20 @@ SECTIONS = (
             _gauge("replication_files_pulling", "Files of other nodes that are being copied here.", needs="cluster"),
             _gauge("replication_missing_bytes", "Bytes of them that are not here yet.", needs="cluster"),
             _gauge("replication_files_without_room", "Files of other nodes that have no room here.", needs="cluster"),
-            _counter("peer_received_bytes", "Bytes from other nodes, by transport.", "transport", needs="cluster"),
-            _counter("peer_sent_bytes", "Bytes sent to other nodes, by transport.", "transport", needs="cluster"),
+            _counter(
+                "peer_received_bytes", "Bytes from other nodes by transport: tcp, rdma.", "transport", needs="cluster"
+            ),
+            _counter(
+                "peer_sent_bytes", "Bytes sent to other nodes by TCP; of what they READ by RDMA nobody here knows.",
+                needs="cluster",
+            ),
+            _counter(
+                "peer_fallbacks",
+                "Transfers that went on by TCP though both nodes have RDMA, by kind: no_rdma (no link to be had), "
+                "no_memory, failed, connection, not_given (the holder gives it by TCP only).",
+                "kind", needs="cluster",
+            ),
+            _gauge("peer_registered_bytes", "Memory that is registered with RDMA devices, of all.", needs="cluster"),
             _counter("peer_resumed", "Transfers that broke and went on.", needs="cluster"),
             _counter("peer_refused", "Connections of others that were refused.", needs="cluster"),
         ),

@@ -7,7 +7,7 @@ from mount.metrics_catalogue import SECTIONS, Metric
 INTRODUCTION = """\
 # Metrics and the status page
 
-<!-- Made from mount/metrics_catalogue.py by `python -m mount.metrics_reference > docs/metrics.md`; don't edit it here. -->
+<!-- Made by `python -m mount.metrics_reference > docs/metrics.md` from mount/metrics_catalogue.py; edit that. -->
 
 ```sh
 pip install 'tierfs[metrics]'
@@ -21,11 +21,11 @@ tierfs mount /ckpt -o metrics.listen=127.0.0.1:7118
 | `/status.json` | what `tierfs status --json` prints ([cli.md](cli.md)) |
 | `/healthz` | 200 while it is mounted, 503 while an unmounted daemon still sends what is owed: for probes |
 
-It is off unless `metrics.listen` says where; `tierfs status` shows the address. There is neither TLS nor a password: whoever can
-connect reads the names and states of steps and nodes, though never bytes of files, and can change nothing. So listen on a
-loopback address beside an agent, or at an address (in Kubernetes with a NetworkPolicy) that only the monitoring reaches. Several
-instances of one machine need different ports; where one is taken, that is a warning of `tierfs status` and is tried again, and
-the mount works on.
+It is off unless `metrics.listen` says where; `tierfs status` shows the address. There is neither TLS nor a password:
+whoever can connect reads the names and states of steps and nodes, though never bytes of files, and can change nothing.
+So listen on a loopback address beside an agent, or at an address (in Kubernetes with a NetworkPolicy) that only the
+monitoring reaches. Several instances of one machine need different ports; where one is taken, that is a warning of
+`tierfs status` and is tried again, and the mount works on.
 
 ```yaml
 scrape_configs:
@@ -34,29 +34,31 @@ scrape_configs:
     static_configs: [{targets: ["127.0.0.1:7118"]}]
 ```
 
-Requests are answered from what the daemon knows: neither the object store nor other nodes are asked. Figures that take time by
-the number of files are read piece by piece, so that no program waits for a scrape; answers are up to half a second old. Timing a
-request of the kernel costs half a microsecond, where a request takes fifty or more; `bench/watch.py` measures both.
+Requests are answered from what the daemon knows: neither the object store nor other nodes are asked. Figures that take
+time by the number of files are read piece by piece, so that no program waits for a scrape; answers are up to half a
+second old. Timing a request of the kernel costs half a microsecond, where a request takes fifty or more;
+`bench/watch.py` measures both.
 
 What is counted begins at 0 with each daemon, but for `tierfs_fuse_requests_total`, `tierfs_fuse_resent_total`,
-`tierfs_takeovers_total` and the channel's bytes, which last as long as the mount. What every node of a cluster sees alike
-(`tierfs_steps`, `tierfs_recovery_point_age_seconds`, …) every node exposes; use `max by (namespace)`, not `sum`.
+`tierfs_takeovers_total` and the channel's bytes, which last as long as the mount. What every node of a cluster sees
+alike (`tierfs_steps`, `tierfs_recovery_point_age_seconds`, …) every node exposes; use `max by (namespace)`, not `sum`.
 
 [deploy/monitoring](../deploy/monitoring) has alert rules and a dashboard for Grafana.
 
 ## How much would be lost
 
-`tierfs_recovery_point_age_seconds{tier="object"}` is the age of the newest step in the object tier: so much training is lost if
-all nodes go now. With `tier="replica"` it is what is lost if this node goes, with `tier="ram"` if a job is only started again. It
-grows while nobody trains, too; so alerts look at how much older one tier's newest step is than another's:
+`tierfs_recovery_point_age_seconds{tier="object"}` is the age of the newest step in the object tier: so much training is
+lost if all nodes go now. With `tier="replica"` it is what is lost if this node goes, with `tier="ram"` if a job is only
+started again. It grows while nobody trains, too; so alerts look at how much older one tier's newest step is than
+another's:
 
 ```promql
 max by (namespace) (tierfs_recovery_point_age_seconds{tier="object"})
   - max by (namespace) (tierfs_recovery_point_age_seconds{tier="ram"})
 ```
 
-A namespace whose policy sends nothing by itself (`persist.policy` demand or none) has no age for the object tier before its first
-step is there, and one with `replication.replicas = 1` none for copies.
+A namespace whose policy sends nothing by itself (`persist.policy` demand or none) has no age for the object tier before
+its first step is there, and one with `replication.replicas = 1` none for copies.
 """
 
 _NEEDS = {"": "", "object": " Only with an object tier.", "cluster": " Only with a catalogue."}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tierfs
 from mount.cluster_operations import ClusterControl, ClusterWork
@@ -41,6 +41,14 @@ _KINDS = {
 }
 
 
+class ShownPages(Protocol):
+    """What is shown by HTTP: where, and what is wrong with it (as `status` lists problems)."""
+
+    def urls(self) -> list[str]: ...
+
+    def problems(self) -> list[dict[str, str]]: ...
+
+
 class Operations:
     """The operations of one instance, by name in `table()`."""
 
@@ -55,10 +63,10 @@ class Operations:
         objects: ObjectWork | None = None,
         cluster: ClusterWork | None = None,
         leaving: Leaving | None = None,
-        pages: Callable[[], list[str]] = list,
+        pages: ShownPages | None = None,
     ) -> None:
         """`path_of` turns a node id into a path below the mount's root, where it has one; `objects` is there when
-        there is an object tier, `cluster` when there may be other nodes. `pages` says where the status page is."""
+        there is an object tier, `cluster` when there may be other nodes. `pages` are what it shows by HTTP."""
         self._instance = instance
         self._record = record
         self._registry = registry
@@ -103,6 +111,7 @@ class Operations:
         ]
         objects = await self._objects.status()
         problems += _object_problems(objects) + self._cluster.problems()
+        problems += self._pages.problems() if self._pages is not None else []
         if keeper is None:
             problems.append(
                 {
@@ -141,7 +150,7 @@ class Operations:
             },
             "object": objects,
             "cluster": self._cluster.status(),
-            "pages": self._pages(),
+            "pages": self._pages.urls() if self._pages is not None else [],
             "namespaces": _with_durability(namespaces, objects),
             "steps": [step for namespace in namespaces for step in namespace["steps"]],
             "growing": self._growing(),

@@ -9,7 +9,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -61,7 +60,7 @@ class Watching:
         self._cluster_news: ClusterNews | None = None
         self._metrics: Metrics | None = None
         self._server: PageServer | None = None
-        self._problem: dict[str, str] | None = None
+        self._problem = ""
         self._operations: Mapping[str, Operation] = {}
         self._asked: dict[str, tuple[float, Any]] = {}
         self._asking = trio.Lock()
@@ -115,6 +114,10 @@ class Watching:
             return []
         return [f"http://{join_address(host, port)}" for host, port in self._server.listening]
 
+    def problems(self) -> list[dict[str, str]]:
+        """Of `status`: the pages can't be served."""
+        return [{"severity": "warning", "message": self._problem, "path": ""}] if self._problem else []
+
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled."""
         with self._logged.counting():
@@ -131,20 +134,10 @@ class Watching:
         await self.telling.finish(within_s=TOLD_WITHIN_S)
 
     async def _run_server(self, server: PageServer) -> None:
-        await run_again(
-            [server.run], "the page for metrics and status", started=self._drop_problem, failed=self._note_problem
-        )
+        def note(message: str) -> None:
+            self._problem = message
 
-    def _note_problem(self, message: str) -> None:
-        self._drop_problem()
-        self._problem = {"severity": "warning", "message": message, "path": ""}
-        self._registry.problems.append(self._problem)
-
-    def _drop_problem(self) -> None:
-        if self._problem is not None:
-            with suppress(ValueError):
-                self._registry.problems.remove(self._problem)
-            self._problem = None
+        await run_again([server.run], "the page for metrics and status", started=lambda: note(""), failed=note)
 
     # --- pages
 
