@@ -10,6 +10,7 @@ from mount.cli.object_commands import seconds
 from mount.cli.read_commands import DEGRADED, add_json
 
 _STATE_STYLES = {"serving": "green", "draining": "yellow", "lost": "red"}
+_TRANSPORTS = {"verbs": "RDMA", "tcp": "TCP"}
 
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -76,6 +77,7 @@ def render_nodes(answer: dict[str, Any], screen: Any) -> str:
                 format_size(node["free_bytes"]) if node["state"] != "lost" else "-",
                 ", ".join(node["partners"]) or "-",
                 node["version"] or "-",
+                _TRANSPORTS.get(node.get("transport", ""), "-"),
             ]
         )
     columns = [
@@ -87,7 +89,11 @@ def render_nodes(answer: dict[str, Any], screen: Any) -> str:
         Column("FREE", right=True),
         Column("COPIES ON"),
         Column("VERSION"),
+        Column("BY"),
     ]
+    if not any(node.get("transport") == "verbs" for node in answer["nodes"]):
+        columns.pop()  # by TCP, all of them
+        rows = [row[:-1] for row in rows]
     table = render_table(columns, rows, screen)
     if answer["connected"]:
         return table

@@ -64,7 +64,20 @@ def cluster_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
         ("cluster", Cell(nodes, "yellow" if lost or draining else "")),
         ("catalogue", Cell(found["catalog"]) if found["connected"] else away),
+        *_rdma_facts(found.get("transport") or {}),
     ]
+
+
+def _rdma_facts(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """None where there is no device and none was asked for."""
+    from mount.cli.tables import Cell
+
+    if not found.get("devices"):
+        return [("RDMA", Cell(f"none: {found['reason']}", "yellow"))] if found.get("transport") == "verbs" else []
+    names = ", ".join(each["name"] for each in found["devices"])
+    peers = found["peers"].items()
+    by_tcp = [f"{node} by TCP ({peer['reason']})" for node, peer in peers if peer["reason"]]
+    return [("RDMA", Cell("; ".join([names, *by_tcp]), "yellow" if by_tcp else ""))]
 
 
 def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -64,6 +64,7 @@ class ClusterOperations:
                 "partners": [],
                 "version": "",
                 "mountpoint": "",
+                "transport": "",
                 "lost_s": max(0.0, now - since),
             }
             for node, since in tier.membership.lost.items()
@@ -89,6 +90,7 @@ class ClusterOperations:
             "partners": list(tier.replicator.groups.partners(record.node, tier.settings.replication.replicas)),
             "version": record.version,
             "mountpoint": record.mountpoint,
+            "transport": tier.transport.by(record.node),
             "lost_s": None,
         }
 
@@ -107,6 +109,7 @@ class ClusterOperations:
             "under_replicated": sum(seen.record.level == "complete" for seen in states),
             "draining": tier.drain.is_draining,
             "pulling": tier.replicator.state().pulling,
+            "transport": tier.transport.describe(),
             "bytes_sent": tier.server.bytes_sent,
             "bytes_received": tier.peers.bytes_received,
         }
@@ -135,6 +138,8 @@ class ClusterOperations:
             for node in sorted(tier.view.nodes)
             if node != tier.node and (why := tier.peers.trouble(node))
         ]
+        if message := tier.transport.problem():
+            found.append({"severity": "warning", "message": message, "path": ""})
         if without := tier.replicator.state().without_room:
             message = (
                 f"{without} files of other nodes have no room here, so their steps stay under-replicated; mount with a "

@@ -42,6 +42,7 @@ from tierfs.cluster.showing import Showing
 from tierfs.cluster.sources import Sources
 from tierfs.cluster.stewardship import Stewardship
 from tierfs.cluster.taking import Taking
+from tierfs.cluster.transport import Transport
 from tierfs.cluster.view import Change, View
 from tierfs.errors import CatalogError
 from tierfs.hydrate.hydration import Hydration
@@ -49,8 +50,6 @@ from tierfs.steps.cluster import Agreement as Outcome
 from tierfs.steps.markers import MarkerContent
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
-from tierfs.transport.client import TcpPeers
-from tierfs.transport.server import TcpServer
 
 log = logging.getLogger("tierfs.cluster")
 
@@ -84,8 +83,8 @@ class ClusterTier:
         self.view = View(store)
         self.view.use_markers(lambda inner: registry.rules.match(inner) is not None)
         self.copies = Copies(registry, node)
-        self.server = TcpServer(self.copies, settings, node)
-        self.peers = TcpPeers(settings, node, self._addresses_of)
+        self.transport = Transport(self.copies, settings, node, self._addresses_of)
+        self.server, self.peers = self.transport.server, self.transport.peers
         self.sources = Sources(
             self.view,
             self.peers,
@@ -144,6 +143,7 @@ class ClusterTier:
 
     def _wire(self) -> None:
         """What the parts tell each other."""
+        self.transport.follow(self.registry, self.copies, self.hydration)
         self.view.listen(self._seen)
         self.publisher.counts_as_member = self.membership.may_count
         self.agreement.is_member = lambda: self.membership.member
@@ -176,9 +176,8 @@ class ClusterTier:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Started once the catalogue was read and is shown, or it can't be reached."""
         async with trio.open_nursery() as nursery:
-            await nursery.start(self.server.run)
+            await nursery.start(self.transport.run)
             self._addresses = advertised(self.settings, self.server.addresses)
-            await nursery.start(self.peers.run)
             await nursery.start(self.hydration.run)
             await nursery.start(self.following.run)
             await nursery.start(self.view.run)
@@ -300,6 +299,7 @@ class ClusterTier:
 
     def gone(self, rel: str) -> None:
         self.removing.gone(rel)
+        self.transport.exports.look_soon()
 
     async def before_move(self, old: str, new: str) -> None:
         await self.removing.before_move(old, new)
@@ -321,6 +321,7 @@ class ClusterTier:
 
     async def before_write(self, rel: str, ino: int) -> None:
         await self.publisher.withdraw(rel, ino)
+        await self.transport.exports.fence(ino)
 
     async def flushed(self, rel: str, ino: int) -> None:
         await self.registry.tier.before_times_are_set(ino)  # giving room would look like a write after the close(2)

@@ -183,6 +183,11 @@ class VerbsPeers:
     def bytes_received(self) -> int:
         return self.tcp.bytes_received + self.bytes_read
 
+    @property
+    def resumed(self) -> int:
+        """Pulls by TCP that broke and went on."""
+        return self.tcp.resumed
+
     def trouble(self, node: str) -> str:
         return self.tcp.trouble(node)
 
