@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ class SourceFile:
 class Source(Protocol):
     """Where a step is copied from. Raises OSError and TierfsError."""
 
-    def files(self) -> list[SourceFile]: ...
+    def files(self) -> Sequence[SourceFile]: ...
 
     def copy(self, file: SourceFile, fd: int, passing: Passing) -> None:
         """Writes the file's bytes to `fd`, which is empty; `passing` gets how many each time."""

@@ -21,7 +21,7 @@ import trio
 from mount import kernel_mount
 from mount.channel import Channel
 from mount.control import ControlServer
-from mount.gateway_process import PAUSE_S, GatewayProcess
+from mount.gateway_process import PAUSE_S, GatewayProcess, end_leftover
 from mount.leaving import Leaving
 from mount.mending import run_again
 from mount.operations import Operations
@@ -74,6 +74,7 @@ class Daemon:
     def __init__(
         self, instance: Instance, settings: Settings, record: MountRecord, fuse_fd: int, *, takeover: bool
     ) -> None:
+        self.instance = instance
         self.record = record
         self.settings = settings
         self.fuse_fd = fuse_fd
@@ -155,7 +156,7 @@ class Daemon:
         )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
-        self.gateway = GatewayProcess(instance) if settings.gateway.listen else None
+        self.gateway = GatewayProcess(instance, settings.gateway) if settings.gateway.listen else None
 
     def _left_stubs(self) -> Hydration | None:
         """Stubs of a mount with an object tier, or among other nodes: their holes are not to be read as data."""
@@ -206,6 +207,8 @@ class Daemon:
                     nursery.start_soon(self._run_object_tier, self.workers, self.objects)
                 if self.gateway is not None:
                     nursery.start_soon(self._run_gateway, self.gateway)
+                else:  # what a daemon with other settings left
+                    nursery.start_soon(trio.to_thread.run_sync, end_leftover, self.instance)
                 nursery.start_soon(self._tell_ready, ready_fd)
                 await pyfuse3.main(max_tasks=MOST_TASKS)
                 self._is_unmounted = True

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import trio
 
+import tierfs
 from mount.cluster_check import cannot_listen
 from mount.daemon_process import describe_status
 from mount.processes import package_environment
-from mount.runtime import Instance, read_process, write_process
+from mount.runtime import Instance, read_process, write_atomically, write_process
 from tierfs.errors import InstanceError, MountError, SettingsError
-from tierfs.settings import Settings
+from tierfs.settings import GatewaySettings, Settings
 
 log = logging.getLogger("tierfs.gateway")
 
@@ -66,13 +69,14 @@ def end_leftover(instance: Instance) -> None:
 class GatewayProcess:
     """One gateway, for as long as the mount."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, settings: GatewaySettings) -> None:
         self._instance = instance
+        self._starts_as = {**asdict(settings), "version": tierfs.__version__}
         self._child: subprocess.Popen[bytes] | None = None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Started once it serves. Raises InstanceError when it ended by itself; cancelled, it ends it."""
-        pidfd = self._adopt()
+        pidfd = await self._adopt()
         if pidfd is None:
             pidfd = await self._start()
         try:
@@ -86,12 +90,26 @@ class GatewayProcess:
             os.close(pidfd)
         raise InstanceError(f"the gateway's process ended by itself ({self._status()})")
 
-    def _adopt(self) -> int | None:
+    async def _adopt(self) -> int | None:
         process = read_process(_pid_file(self._instance))
         pidfd = process.pidfd() if process is not None else None
-        if process is not None and pidfd is not None:
-            log.info("the gateway (process %d) goes on", process.pid)
+        if process is None or pidfd is None:
+            return None
+        if self._was_started_as() != self._starts_as:
+            os.close(pidfd)
+            log.info(
+                "the gateway (process %d) is exchanged for one of this version and with these settings", process.pid
+            )
+            await trio.to_thread.run_sync(end_leftover, self._instance)
+            return None
+        log.info("the gateway (process %d) goes on", process.pid)
         return pidfd
+
+    def _was_started_as(self) -> object:
+        try:
+            return json.loads(_start_file(self._instance).read_text())
+        except (OSError, ValueError):
+            return None
 
     async def _start(self) -> int:
         reading = self._spawn()
@@ -126,6 +144,7 @@ class GatewayProcess:
             raise InstanceError(f"the gateway can't be started: {error.strerror} ({sys.executable})") from error
         finally:
             os.close(writing)
+        write_atomically(_start_file(self._instance), json.dumps(self._starts_as))
         write_process(_pid_file(self._instance), self._child.pid)
         return reading
 
@@ -151,6 +170,11 @@ async def _hear_ready(fd: int) -> bool:
         await trio.lowlevel.wait_readable(fd)
         return os.read(fd, 1) != b""
     return False
+
+
+def _start_file(instance: Instance) -> Path:
+    """With what the gateway was started, so that a daemon with other settings does not take it over."""
+    return instance.directory / "gateway.json"
 
 
 def _pid_file(instance: Instance) -> Path:

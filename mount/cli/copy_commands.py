@@ -32,6 +32,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
         epilog="examples:\n"
         "  tierfs import /data/old/step_500 /ckpt/run1/step_500\n"
         "  tierfs import s3://bucket/pretrained/llama /ckpt/base/step_0\n"
+        "  tierfs import s3://bucket/base/job-7 /ckpt/job-7/step_500      SageMaker's library saved there\n"
         "  tierfs import /ckpt/run1/step_500      its objects were put into the bucket by other means\n\n"
         "exit codes: 0 the step is complete, 1 failed or the source is not whole, 2 no step's place, 4 not mounted",
     )
@@ -88,9 +89,11 @@ def _copy_in(
     arguments: argparse.Namespace, target: Target, settings: Settings, where: StepPath, line: Any
 ) -> dict[str, Any]:
     from mount.copying import import_step
+    from mount.sagemaker_source import as_step
     from tierfs.errors import TierfsError
 
-    copied = import_step(_source(arguments.source, settings), _path(target), _rules(settings, where), line.show)
+    source = as_step(_source(arguments.source, settings), where.number)
+    copied = import_step(source, _path(target), _rules(settings, where), line.show)
     found = _wait_complete(target) if copied["marked"] else target.request("commit")
     if found["state"] != "complete":
         why = found.get("note") or "its marker was not taken for one"

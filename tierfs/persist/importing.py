@@ -1,7 +1,8 @@
 """Import in place: a checkpoint that other means put at a step's place in the object tier becomes a step of it.
 
-Its objects stay as they are. They are judged as a step in RAM would be, by the framework's own marker, read once for
-their checksums, and committed with a node file and a manifest of this node.
+Its objects stay as they are (beside those of a step of SageMaker's library DCP's metadata is put). They are judged as a
+step in RAM would be, by the framework's own marker, read once for their checksums, and committed with a node file and a
+manifest of this node.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ from tierfs.persist.object_manifest import (
 )
 from tierfs.persist.reading_back import ReadBack
 from tierfs.persist.reporting import Progress, all_of, reporting
+from tierfs.sagemaker.layout import DCP_METADATA, METADATA
+from tierfs.sagemaker.metadata import for_dcp
 from tierfs.steps.completion import judge
 from tierfs.steps.manifest import Manifest
 from tierfs.steps.markers import MAX_DCP_BYTES
@@ -110,7 +113,7 @@ class Importing:
         if where is None or where.inner:
             raise NotAStep(f"{rel} can't be imported: it is no step's directory, such as run1/step_100")
         await self._refuse_known(where, force=force)
-        found = Import(where, await self._list(where))
+        found = Import(where, await self._with_marker(where, await self._list(where)))
         if not found.objects:
             raise NotFound(f"there is no object below {where.step_rel}/ in the object tier {self._client.url}")
         await self._judge(found, force=force)
@@ -163,6 +166,18 @@ class Importing:
             if inner is not None and not is_own(inner):
                 found[inner] = info
         return found
+
+    async def _with_marker(self, where: StepPath, objects: dict[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+        """A step that the SageMaker library saved in its layout for Ray has the names of the mount, and lacks only
+        DCP's metadata: the one object that an import adds."""
+        if DCP_METADATA in objects or METADATA not in objects:
+            return objects
+        data, _ = await self._client.get(objects[METADATA].key, most_bytes=MAX_DCP_BYTES)
+        translated = await trio.to_thread.run_sync(for_dcp, data)
+        key = step_prefix(where.namespace, where.step) + DCP_METADATA
+        with suppress(ObjectExists):
+            await self._client.put(key, translated.data, only_if_absent=True)
+        return await self._list(where)
 
     async def _judge(self, found: Import, *, force: bool) -> None:
         """Hold the marker against the listing, by the rules of steps in RAM: in a tree of empty files of the sizes."""

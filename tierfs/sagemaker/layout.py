@@ -53,6 +53,16 @@ def step_of(directory: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def steps_saved(paths: Iterable[str]) -> list[int]:
+    """The steps of which files lie below a namespace of the library's, in either layout, the highest number first."""
+    found: set[int] = set()
+    for path in paths:
+        *directories, name = path.split("/")
+        if name in (SHARD_FILE, METADATA_FILE) and any(rank_of(each) is not None for each in directories):
+            found.update(number for each in directories if (number := step_of(each)) is not None)
+    return sorted(found, reverse=True)
+
+
 def names_in_step(paths: Iterable[str], step: int) -> dict[str, str]:
     """Of files below a namespace of the library's, or below one step of it: those of the step, by their name in the
     mount. Both layouts, `rank_R/step_N/FILE` and `step_N/rank_R/FILE`, and the latter without `step_N`. Empty where

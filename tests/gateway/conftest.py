@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rig.fixtures import pytest_runtest_makereport, scratch
+from rig.instance import Instance, mounted
+from rig.object_fixtures import bucket, mount, proxy
+from rig.s3_servers import seaweedfs_server
+from rig.sagemaker import Job, without_logs_left
+from tests.conftest import needs_fuse
+
+__all__ = ["bucket", "mount", "proxy", "pytest_runtest_makereport", "scratch", "seaweedfs_server"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library_logs() -> Iterator[None]:
+    with without_logs_left():
+        yield
+
+
+@pytest.fixture(scope="module")
+def instance(scratch: Path) -> Iterator[Instance]:
+    """One with a gateway for all tests of a module."""
+    needs_fuse()
+    options = {"gateway.listen": f"127.0.0.1:{free_port()}", "gateway.allow_reset": "on"}
+    with mounted(scratch, f"gateway-{uuid.uuid4().hex[:8]}", size="1G", options=options) as made:
+        yield made
+
+
+@pytest.fixture
+def job(instance: Instance) -> Job:
+    """A namespace of its own at the gateway of `instance`."""
+    return Job(f"job-{uuid.uuid4().hex[:8]}", gateway=address(instance))
+
+
+def address(instance: Instance) -> tuple[str, int]:
+    host, _, port = instance.options["gateway.listen"].partition(":")
+    return host, int(port)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
