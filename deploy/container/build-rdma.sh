@@ -46,8 +46,15 @@ ninja -C build libibverbs/all librdmacm/all "${targets[@]/%//all}" "${modules[@]
 mkdir -p "$prefix"/lib/libibverbs "$prefix/etc/libibverbs.d" "$prefix/python"
 cp -a build/lib/lib*.so.* "$prefix/lib/"
 for driver in "${drivers[@]}"; do
-    cp -L "build/lib/lib$driver-rdmav"*.so "$prefix/lib/libibverbs/"
-    cp "build/etc/libibverbs.d/$driver.driver" "$prefix/etc/libibverbs.d/"
+    built=$(echo "build/lib/lib$driver-rdmav"*.so)
+    if [ -L "$built" ]; then
+        # It is a library of its own as well, and must be loaded once: the one tells devices by what the other made.
+        ln -sfn "../$(basename "$(readlink -f "$built")")" "$prefix/lib/libibverbs/$(basename "$built")"
+    else
+        cp "$built" "$prefix/lib/libibverbs/"
+    fi
+    # Not those of build/etc, which name the drivers in the build's own place.
+    cp "build/providers/$driver/$driver.driver" "$prefix/etc/libibverbs.d/"
 done
 # Its modules of Python are links into the source, and not all of them are there.
 cp -rL build/python/pyverbs "$prefix/python/"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mount.cli.read_commands import add_json
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tierfs.settings import Settings
     from tierfs.transport.verbs_devices import Found
     from tierfs.transport.verbs_port import Port
+
+_T = TypeVar("_T")
 
 _THREADS = 4
 _RULE = "-" * 20
@@ -63,6 +65,7 @@ def run_selftest(arguments: argparse.Namespace) -> int:
 
     import trio
 
+    from mount.cli.main import INTERRUPTED
     from tierfs.errors import SettingsError
     from tierfs.settings_sources import load_settings
 
@@ -73,8 +76,13 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     settings = load_settings(arguments.config, os.environ, arguments.options, {})
     size_bytes = _size(arguments.size)
     if arguments.serve is not None:
-        return trio.run(partial(_serve, settings, arguments.serve, size_bytes, once=arguments.once))
-    answer = trio.run(partial(_test, settings, arguments.peer or "", size_bytes, quiet=arguments.json))
+        served = partial(_serve, settings, arguments.serve, size_bytes, once=arguments.once)
+        code = trio.run(_interruptible, served)
+        return INTERRUPTED if code is None else int(code)
+    tested = partial(_test, settings, arguments.peer or "", size_bytes, quiet=arguments.json)
+    answer = trio.run(_interruptible, tested)
+    if answer is None:
+        return INTERRUPTED
     if arguments.json:
         from mount.cli.tables import print_json
 
@@ -100,6 +108,33 @@ def _size(text: str | None) -> int:
     if size_bytes < MIDDLE_BYTES or size_bytes % MIDDLE_BYTES:
         raise SettingsError(f"--size {text} is not some whole MiB")
     return size_bytes
+
+
+async def _interruptible(work: Callable[[], Awaitable[_T]]) -> _T | None:
+    """None after Ctrl-C or SIGTERM: `work` was cancelled, and what it had registered was given back."""
+    import signal
+
+    import trio
+
+    done: list[_T] = []
+    failed: list[Exception] = []
+
+    async def cancel_by_signal(task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(cancel_by_signal)
+        try:
+            done.append(await work())
+        except Exception as error:  # out of the nursery as it is, not in a group
+            failed.append(error)
+        nursery.cancel_scope.cancel()
+    if failed:
+        raise failed[0]
+    return done[0] if done else None
 
 
 # --- testing
@@ -241,15 +276,16 @@ async def _serve(settings: Settings, address: str, most_bytes: int, *, once: boo
         server = SelfTestServer(
             settings, ports, about=about, most_bytes=most_bytes, threads=threads, told=partial(print, flush=True)
         )
+        try:
+            await server.listen()
+        except OSError as error:
+            raise SettingsError(f"--serve {settings.cluster.listen}: can't listen there: {error}") from None
+        for each in server.addresses:
+            host, port = split_address(each)
+            where = join_address(socket.gethostname() if host in ("::", "0.0.0.0") else host, port)
+            print(f"on the other machine: tierfs verbs-selftest {server.node}@{where}", flush=True)
         async with trio.open_nursery() as nursery:
-            try:
-                await nursery.start(server.run)
-            except OSError as error:
-                raise SettingsError(f"--serve {settings.cluster.listen}: can't listen there: {error}") from None
-            for each in server.addresses:
-                host, port = split_address(each)
-                where = join_address(socket.gethostname() if host in ("::", "0.0.0.0") else host, port)
-                print(f"on the other machine: tierfs verbs-selftest {server.node}@{where}", flush=True)
+            nursery.start_soon(server.run)
             while not once or not server.served:
                 await server.changed.wait()
             nursery.cancel_scope.cancel()

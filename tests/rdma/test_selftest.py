@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_two_processes_with_a_secret(device: Capabilities, tmp_path: Path) -> No
         assert answer["peer_machine"]["devices"][0]["usable"]
         said, _ = holder.communicate(timeout=_WITHIN_S)
         assert holder.returncode == 0 and "verbs-selftest-asker at 127.0.0.1" in said
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_serving_ends_by_ctrl_c_and_needs_its_address(device: Capabilities) -> None:
+    holder = selftest("--serve", "127.0.0.1:0")
+    assert holder.stdout is not None
+    try:
+        assert select.select([holder.stdout], [], [], _WITHIN_S)[0], "it does not listen in time"
+        address = holder.stdout.readline().split("@")[-1].strip()
+        second = selftest("--serve", address)
+        said, _ = second.communicate(timeout=_WITHIN_S)
+        assert second.returncode == 2 and "can't listen there" in said and said.count("\n") == 1
+        holder.send_signal(signal.SIGINT)
+        said, _ = holder.communicate(timeout=_WITHIN_S)
+        assert (holder.returncode, said) == (130, "")
     finally:
         holder.kill()
         holder.wait()

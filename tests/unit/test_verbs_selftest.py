@@ -249,7 +249,8 @@ async def serving(made: Rig, settings: Settings, told: list[str] | None = None) 
     about = {"machine": {"kernel": "7"}}
     server = SelfTestServer(settings, made.there, about=about, most_bytes=SIZE, threads=made.threads, told=said.append)
     async with trio.open_nursery() as nursery:
-        await nursery.start(server.run)
+        await server.listen()
+        nursery.start_soon(server.run)
         yield server
         nursery.cancel_scope.cancel()
 

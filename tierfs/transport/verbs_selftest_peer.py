@@ -52,7 +52,8 @@ _MOST_ABOUT_BYTES = 1 << 20
 
 
 class SelfTestServer:
-    """Lets one asker at a time test; `about` is what it is told of this side. SettingsError where it can't listen."""
+    """Lets one asker at a time test; `about` is what it is told of this side. SettingsError where the settings
+    contradict each other."""
 
     def __init__(
         self,
@@ -75,23 +76,22 @@ class SelfTestServer:
         self._threads = threads
         self._told = told
         self._busy = trio.Lock()
+        self._listeners: list[trio.SocketListener] = []
         self.addresses: tuple[str, ...] = ()
-        """HOST:PORT; known once it runs."""
+        """HOST:PORT; known once it listens."""
         #: Askers whose connection was let in and has ended.
         self.served = 0
         self.changed = trio.Event()
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. OSError where it can't listen."""
-        listeners: list[trio.SocketListener] = []
+    async def listen(self) -> None:
+        """Before `run`. OSError where it can't."""
         for host, port in self._where:
-            listeners += await trio.open_tcp_listeners(port, host=host or None)
-        self.addresses = tuple(join_address(*each.socket.getsockname()[:2]) for each in listeners)
-        await trio.serve_listeners(
-            self._serve,
-            listeners,
-            task_status=_Started(task_status),
-        )
+            self._listeners += await trio.open_tcp_listeners(port, host=host or None)
+        self.addresses = tuple(join_address(*each.socket.getsockname()[:2]) for each in self._listeners)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await trio.serve_listeners(self._serve, self._listeners)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         plain = _plain_socket(stream)
@@ -166,16 +166,6 @@ class SelfTestServer:
                     raise Wrong(f"nobody can be asked to {other[:40]!r}")
         except Wrong as error:
             raise PeerRefused(f"a request is damaged: {error}") from None
-
-
-class _Started:
-    """`trio.serve_listeners` tells of its listeners, which nobody wants to know."""
-
-    def __init__(self, task_status: trio.TaskStatus[None]) -> None:
-        self._task_status = task_status
-
-    def started(self, _: object = None) -> None:
-        self._task_status.started()
 
 
 # --- asking
