@@ -29,6 +29,7 @@ BENCHMARKS = (
     "cluster",
     "transport_tcp",
     "peer_hydration",
+    "receiving",
 )
 TIMEOUT_S = 480
 GOAL_MISSED = 3  # exit code of a benchmark that ran well and missed a goal

@@ -37,11 +37,11 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def tmpfs(size_bytes: int) -> Iterator[Path]:
+def tmpfs(size_bytes: int, *, huge: str = "always") -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="tierfs-bench-"))
     try:
         subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"huge=always,size={size_bytes},mode=700", "bench", directory], check=True
+            ["mount", "-t", "tmpfs", "-o", f"huge={huge},size={size_bytes},mode=700", "bench", directory], check=True
         )
         try:
             yield directory
