@@ -1,10 +1,9 @@
-"""A mounted instance with an object tier, pages and both kinds of hooks, for all tests of a file."""
+"""A mounted instance with an object tier, pages and both kinds of hooks, for all tests here."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,20 +15,21 @@ from tests.watch.watched import Receiver, Watched, watched_instance
 __all__ = ["pytest_runtest_makereport", "scratch"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def receiver() -> Iterator[Receiver]:
     """What the webhook of `watched` sends to."""
     with Receiver() as receiver:
         yield receiver
 
 
-@pytest.fixture(scope="module")
-def watched(scratch: Path, receiver: Receiver) -> Iterator[Watched]:
+@pytest.fixture(scope="session")
+def watched(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iterator[Watched]:
     needs_fuse()
-    token = scratch / "token"
+    directory = tmp_path_factory.mktemp("watched")
+    token = directory / "token"
     token.write_text("sesame\n")
     options = {"events.webhook": receiver.url, "events.webhook_token_file": str(token)}
-    with watched_instance(scratch / "shared", **options) as watched:
+    with watched_instance(directory / "shared", **options) as watched:
         yield watched
 
 
