@@ -136,7 +136,7 @@ def prepare_mount(
             f"the RAM tier of {format_size(settings.size)} is larger than the memory there is, {format_size(memory)}: "
             "steps that fill it leave none for programs"
         )
-    _free_mountpoint(place, instance)
+    crashed = _free_mountpoint(place, instance)
     if before is not None and before.mountpoint != str(place):
         _free_mountpoint(Path(before.mountpoint), instance, must=False)
     nonempty = any("nonempty" in option.split(",") for option in options)
@@ -152,7 +152,9 @@ def prepare_mount(
         notes.append(f"made the directory {place}; `tierfs umount` removes it")
     if not privileged:
         notes.append(UNPRIVILEGED_LIMITS)
-    record = MountRecord(str(place), privileged, made, source, kernel_options)
+    # The directory that a mount made which was never unmounted: the next one's to remove.
+    inherited = crashed and before is not None and before.made_mountpoint and before.mountpoint == str(place)
+    record = MountRecord(str(place), privileged, made or inherited, source, kernel_options)
     write_atomically(instance.settings, settings_to_json(settings))
     write_record(instance, record)
     return Prepared(instance, settings, record, adopts=False, replaces=False, notes=tuple(notes))
@@ -167,20 +169,22 @@ def _check_object_tier(settings: Settings) -> None:
         open_store(StoreSettings(settings.object, settings.s3, 1)).close()
 
 
-def _free_mountpoint(place: Path, instance: Instance, *, must: bool = True) -> None:
-    """Detaches a dead tierfs mount. A living one stays; with `must` it is refused, since mounting would hide it."""
+def _free_mountpoint(place: Path, instance: Instance, *, must: bool = True) -> bool:
+    """Detaches a dead tierfs mount; whether there was one. A living one stays; with `must` it is refused, since
+    mounting would hide it."""
     entry = kernel_mount.find_mount(str(place))
     if entry is None or not entry.is_tierfs:
-        return
+        return False
     if other := other_on(str(place), instance):
         problem = f"the instance {other.name!r} is mounted on {place} already; unmount it first"
     elif answers(place, timeout_s=2.0):
         problem = f"a tierfs mount that this user knows nothing of is on {place}; unmount it first"
     else:
         kernel_mount.detach_dead(str(place))
-        return
+        return True
     if must:
         raise MountError(problem)
+    return False
 
 
 def answers(place: Path, *, timeout_s: float) -> bool:

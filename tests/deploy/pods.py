@@ -129,7 +129,7 @@ def node() -> Iterator[Node]:
     subprocess.run(["mount", "--make-rshared", made.host], check=True)
     try:
         made.run.mkdir()
-        made.mountpoint.mkdir(parents=True)
+        made.mounts.mkdir()
         yield made
     finally:
         for pod in made.pods:

@@ -94,7 +94,7 @@ def test_a_rolling_update_goes_on_under_a_running_training(host: Node) -> None:
     word, steps, counted = said.split() if len(said.split()) == 3 else (said, "0", "-1")
     assert word == "done" and steps == counted, said + host.logs()
     assert old.delete() == 0
-    wait_until(lambda: not host.is_mounted(), "the last pod took the mount with it")
+    assert not host.is_mounted() and not host.mountpoint.exists(), "the last pod took the mount with it"
 
 
 def host_mount_id(host: Node) -> str:
@@ -147,6 +147,7 @@ def test_a_pod_that_is_deleted_before_it_serves_leaves_the_mount(host: Node) -> 
 
 def test_a_trainer_that_came_first_sees_the_mount_once_it_is_there(host: Node) -> None:
     """With the parent directory as its volume, and with the mount point itself as in the example job."""
+    host.mountpoint.mkdir()
     stop, script = host.directory / "stop", "import os\nplace, stop = {!r}, {!r}\n"
     script += "import time\nprint('begun', flush=True)\nwhile not os.path.exists(stop): time.sleep(0.01)\n"
     script += "print(os.stat(place).st_dev == os.stat(place + '/..').st_dev, os.path.exists(place + '/run'))"
@@ -188,3 +189,5 @@ def test_after_a_crash_of_the_whole_pod_the_next_one_finds_the_ram_tier(host: No
     assert (host.mountpoint / "file").read_text() == "in RAM"
     stop.touch()
     assert trainer.communicate(timeout=20)[0] == "in RAM\n"
+    assert second.delete() == 0
+    assert not host.mountpoint.exists(), "a trainer that comes now must wait (hostPath, type: Directory)"
