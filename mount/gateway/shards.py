@@ -200,7 +200,8 @@ class Shards:
             why = step.get("note") or getattr(error, "message", "") or os.strerror(getattr(error, "errno", 0) or 0)
             log.warning("the step can't be completed: %s", why, extra=_extra(place))
             if place.is_last:
-                raise Refusal(500, f"{place.step_rel} can't be completed: {why}") from None
+                # Not a 500: the library's client swallows what is said with one.
+                raise Refusal(409, f"{place.step_rel} can't be completed: {why}") from None
 
     def _commit(self, last: Place) -> None:
         if last.rank == 0:

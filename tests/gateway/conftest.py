@@ -24,11 +24,12 @@ def library_logs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def instance(scratch: Path) -> Iterator[Instance]:
-    """One with a gateway for all tests of a module."""
+def instance(scratch: Path, request: pytest.FixtureRequest) -> Iterator[Instance]:
+    """One with a gateway for all tests of a module, which asks for a size by SIZE and for settings by OPTIONS."""
     needs_fuse()
-    options = {"gateway.listen": f"127.0.0.1:{free_port()}", "gateway.allow_reset": "on"}
-    with mounted(scratch, f"gateway-{uuid.uuid4().hex[:8]}", size="1G", options=options) as made:
+    options = {"gateway.listen": f"127.0.0.1:{free_port()}", **getattr(request.module, "OPTIONS", {})}
+    size = getattr(request.module, "SIZE", "1G")
+    with mounted(scratch, f"gateway-{uuid.uuid4().hex[:8]}", size=size, options=options) as made:
         yield made
 
 

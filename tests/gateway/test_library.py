@@ -20,6 +20,7 @@ from rig.sagemaker import Job
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="amzn-sagemaker-checkpointing is not installed")
 
+OPTIONS = {"gateway.allow_reset": "on"}
 STEPS = (0, 10, 20, 30)
 
 
