@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,12 +13,18 @@ from pathlib import Path
 
 import trio
 
+from tests.unit.verbs_double import DoubleLink, DoublePort, DoubleRegion, Fabric, Read
 from tierfs.catalog.records import check_version
 from tierfs.checksum import FileChecksum, checksum_fd
 from tierfs.errors import PeerLacks
 from tierfs.settings import Settings
 from tierfs.transport.peers import Offer
 from tierfs.transport.tcp import TcpPeers, TcpServer
+from tierfs.transport.verbs import VerbsPeers
+from tierfs.transport.verbs_devices import Found
+from tierfs.transport.verbs_fabric import Devices
+from tierfs.transport.verbs_port import Capabilities, Kind, Port
+from tierfs.transport.verbs_serving import VerbsServing
 
 HOLDER, ASKER = "holder", "asker"
 BOUND_S = 20
@@ -115,6 +123,111 @@ async def pair(
             await nursery.start(peers.run)
             yield Pair(shelf, server, peers, addresses)
             nursery.cancel_scope.cancel()
+
+
+class LockedRegion(DoubleRegion):
+    def close(self) -> None:
+        with _DOUBLE:
+            super().close()
+
+
+class LockedPort(DoublePort):
+    """Registers in threads."""
+
+    most_bytes = 1 << 62
+
+    def register(self, address: int, length: int, *, remote: bool) -> DoubleRegion:
+        if length > self.most_bytes:
+            raise OSError(errno.ENOMEM, f"{self.gid} has no room for {length} bytes")
+        with _DOUBLE:
+            return LockedRegion(self, address, length, remote)
+
+
+class LockedFabric(Fabric):
+    """As with a device, memory is not given back while a READ of it is carried."""
+
+    def _move(self, read: Read) -> None:
+        with _DOUBLE:
+            super()._move(read)
+
+
+_DOUBLE = threading.Lock()
+
+
+class Rdma:
+    """What the two nodes of `rdma_pair` have for RDMA: ports without a device. `plugged` may be changed."""
+
+    def __init__(self, seed: int, holder: Sequence[Kind], asker: Sequence[Kind], *, slowest_s: float = 0.0) -> None:
+        self.fabric = LockedFabric(seed, slowest_s=slowest_s)
+        self.plugged: dict[str, dict[str, Kind]] = {
+            node: {f"{node}{number}": kind for number, kind in enumerate(kinds)}
+            for node, kinds in ((HOLDER, holder), (ASKER, asker))
+        }
+        self.opened: list[LockedPort] = []
+
+    def devices(self, node: str, settings: Settings) -> Devices:
+        def find(wanted: str) -> Found:
+            plugged = self.plugged[node].items()
+            found = tuple(Capabilities(name, kind, True, 1 << 30, 16) for name, kind in plugged)
+            return Found(found, "" if found else f"{node} has no RDMA device")
+
+        def open_port(capabilities: Capabilities) -> Port:
+            port = LockedPort(self.fabric, capabilities, capabilities.device)
+            self.fabric.ports[capabilities.device] = port
+            self.opened.append(port)
+            return port
+
+        return Devices(settings.peer, find=find, open_port=open_port)
+
+    def port(self, name: str) -> DoublePort:
+        return self.fabric.ports[name]
+
+    def links_of(self, node: str) -> list[DoubleLink]:
+        """Those that are open and connected."""
+        links = self.fabric.links.values()
+        return [each for each in links if each.port.gid.startswith(node) and each.peer and not each.is_closed]
+
+    def check_nothing_left(self) -> None:
+        assert self.fabric.misuse == []
+        assert not [each for each in self.fabric.regions.values() if each.is_open]
+        assert self.fabric.open_links == 0
+        assert all(port.is_closed for port in self.opened)
+
+
+@dataclass
+class RdmaPair:
+    """`addresses` as for `Pair`."""
+
+    shelf: FolderShelf
+    server: TcpServer
+    serving: VerbsServing
+    peers: VerbsPeers
+    addresses: list[str]
+
+
+@asynccontextmanager
+async def rdma_pair(
+    shelf: FolderShelf, settings: Settings, rdma: Rdma, *, within_s: float = BOUND_S
+) -> AsyncIterator[RdmaPair]:
+    """Both nodes with devices; nothing is left of what they registered and linked afterwards."""
+    addresses: list[str] = []
+    with trio.fail_after(within_s):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(rdma.fabric.run)
+            there, here = rdma.devices(HOLDER, settings), rdma.devices(ASKER, settings)
+            await nursery.start(there.run)
+            await nursery.start(here.run)
+            serving = VerbsServing(shelf, there, most_registered_bytes=settings.peer.verbs_registered_bytes)
+            await nursery.start(serving.run)
+            server = TcpServer(shelf, settings, HOLDER, serving)
+            await nursery.start(server.run)
+            addresses += server.addresses
+            tcp = TcpPeers(settings, ASKER, lambda node: addresses if node == HOLDER else ())
+            peers = VerbsPeers(settings, tcp, here)
+            await nursery.start(peers.run)
+            yield RdmaPair(shelf, server, serving, peers, addresses)
+            nursery.cancel_scope.cancel()
+    rdma.check_nothing_left()
 
 
 async def until(condition: Callable[[], object], what: str, *, within_s: float = 5.0) -> None:

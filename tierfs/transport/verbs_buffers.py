@@ -11,6 +11,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import trio
@@ -49,7 +50,9 @@ class Buffer:
     def free(self) -> None:
         self.view.release()
         del self._pinned
-        self._memory.close()
+        # The traceback of a write that failed may have a piece of it still: it goes with that, then.
+        with suppress(BufferError):
+            self._memory.close()
 
 
 class Buffers:
