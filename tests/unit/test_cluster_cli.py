@@ -103,6 +103,32 @@ def test_status_tells_of_the_cluster_and_of_copies_on_the_way(canned: CannedInst
     assert json.loads(tierfs("status", canned.mountpoint, "--json").stdout)["cluster"]["pending"] == 3
 
 
+def test_status_and_nodes_tell_how_files_come(canned: CannedInstance) -> None:
+    cluster = {"cluster": "default", "node": "n1", "catalog": "etcd://etcd:2379", "connected": True, "nodes": 3,
+               "lost": [], "pending": 0, "under_replicated": 0, "draining": False}  # fmt: skip
+    peers = {"n2": {"reason": ""}, "n3": {"reason": "it has no RDMA device"}}
+    for transport, told in (
+        ({"transport": "auto", "devices": [], "reason": "no driver", "peers": {}}, ""),
+        ({"transport": "verbs", "devices": [], "reason": "no driver", "peers": {}}, "none: no driver"),
+        (
+            {"transport": "auto", "devices": [{"name": "efa0"}, {"name": "efa1"}], "reason": "", "peers": peers},
+            "efa0, efa1; n3 by TCP (it has no RDMA device)",
+        ),
+    ):
+        canned.answer("status", {**STATUS, "cluster": {**cluster, "transport": transport}})
+        shown = [line for line in tierfs("status", canned.mountpoint).stdout.splitlines() if line.startswith("RDMA")]
+        assert [line.removeprefix("RDMA").strip() for line in shown] == ([told] if told else [])
+    node = {"node": "n1", "this": True, "state": "serving", "addresses": [], "domain": "", "size_bytes": GIB,
+            "free_bytes": GIB, "partners": [], "version": "1", "mountpoint": "", "lost_s": None,
+            "transport": ""}  # fmt: skip
+    answer = {"catalog": "etcd://etcd:2379", "connected": True, "cluster": "default"}
+    canned.answer("nodes", {**answer, "nodes": [node, {**node, "node": "n2", "transport": "tcp"}]})
+    assert "BY" not in tierfs("nodes", canned.mountpoint).stdout
+    canned.answer("nodes", {**answer, "nodes": [node, {**node, "node": "n2", "transport": "verbs"}]})
+    lines = tierfs("nodes", canned.mountpoint).stdout.splitlines()
+    assert [line.split()[-1] for line in lines] == ["BY", "-", "RDMA"]
+
+
 def test_a_node_that_is_alone_refuses_with_2(canned: CannedInstance) -> None:
     step = canned.mountpoint / "run1/step_5"
     for op, command in (
