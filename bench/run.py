@@ -24,6 +24,7 @@ BENCHMARKS = (
     "datapath",
     "ballast",
     "metadata_rates",
+    "watch",
     "object_tier",
     "catalog",
     "cluster",

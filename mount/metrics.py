@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, get_args
 
 import trio
 
@@ -20,6 +20,7 @@ from mount.log_counts import LogCounts
 from mount.request_times import RequestTimes
 from tierfs.steps.news import EVENT_KINDS, Event
 from tierfs.steps.record import StepRecord
+from tierfs.transport.verbs import Fallback
 from tierfs.watch.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 LEVEL_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 SCRAPE_BOUNDS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5)
 STATES = ("writing", "complete", "replicated", "persisted", "lost")
-#: Why a file's bytes came by TCP though RDMA was tried: see `tierfs.transport.verbs`.
-FALLBACKS = ("no_rdma", "no_memory", "failed", "connection", "not_given")
 #: Files that are looked at before others have their turn: about 1 ms.
 FILES_AT_ONCE = 2000
 _SEVERITIES = ("warning", "error")
@@ -299,15 +298,14 @@ class Metrics:
         self._transport(found, cluster)
 
     def _transport(self, found: Figures, cluster: ClusterTier) -> None:
-        tcp: Any = getattr(cluster.peers, "tcp", cluster.peers)
-        found.put("tierfs_peer_received_bytes_total", tcp.bytes_received, transport="tcp")
-        found.put("tierfs_peer_received_bytes_total", getattr(cluster.peers, "bytes_read", 0), transport="rdma")
-        found.put("tierfs_peer_sent_bytes_total", cluster.server.bytes_sent)
-        found.put("tierfs_peer_resumed_total", tcp.resumed)
-        found.put("tierfs_peer_refused_total", cluster.server.refused)
-        told: dict[str, Any] = cluster.transport.describe() if hasattr(cluster, "transport") else {}
-        fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
-        for peer in told.get("peers", {}).values():
+        peers, server = cluster.peers, cluster.server
+        found.put("tierfs_peer_received_bytes_total", peers.tcp.bytes_received, transport="tcp")
+        found.put("tierfs_peer_received_bytes_total", peers.bytes_read, transport="rdma")
+        found.put("tierfs_peer_sent_bytes_total", server.bytes_sent)
+        found.put("tierfs_peer_resumed_total", peers.tcp.resumed)
+        found.put("tierfs_peer_refused_total", server.refused)
+        fallbacks = Counter(dict.fromkeys(get_args(Fallback), 0))
+        for peer in peers.describe().values():
             fallbacks.update(peer["fallbacks"])
         found.put_all("tierfs_peer_fallbacks_total", "kind", fallbacks.items())
-        found.put("tierfs_peer_registered_bytes", sum(told.get("registered_bytes", {}).values()))
+        found.put("tierfs_peer_registered_bytes", sum(cluster.transport.exports.registered.values()))

@@ -177,8 +177,9 @@ SECTIONS = (
             ),
             _counter(
                 "peer_fallbacks",
-                "Transfers that went on by TCP though both nodes have RDMA, by kind: no_rdma (no link to be had), "
-                "no_memory, failed, connection, not_given (the holder gives it by TCP only).",
+                "Transfers that went on by TCP though this node has RDMA: no_rdma (the other node has none), failed, "
+                "connection (it was lost), not_given (the holder gives this range by TCP only), no_memory (none can "
+                "be registered here).",
                 "kind", needs="cluster",
             ),
             _gauge("peer_registered_bytes", "Memory that is registered with RDMA devices, of all.", needs="cluster"),

@@ -18,13 +18,13 @@ REFRESH_S = 5
 MOST_STEPS = 50
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #8889; --good: #2a8a4a; --bad: #c33; --wait: #b80; }
+:root { color-scheme: light dark; --line: #8884; --good: #2a8a4a; --bad: #c33; --wait: #b80; }
 body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
 p { margin: .3rem 0; } .dim { color: GrayText; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; } td.number, th.number { text-align: right; } td.wide { white-space: normal; width: 40%; }
+th { font-weight: 600; } .steps td:last-child { white-space: normal; min-width: 16rem; width: 100%; }
 .scroll { overflow-x: auto; }
 meter { width: 6rem; height: .8rem; vertical-align: middle; }
 .good { color: var(--good); } .bad { color: var(--bad); } .wait { color: var(--wait); }
