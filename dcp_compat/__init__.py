@@ -12,11 +12,13 @@ from dcp_compat.steps import Step, latest, list_steps, namespace_path, step_path
 
 if TYPE_CHECKING:
     from dcp_compat.reader import TieredStorageReader
+    from dcp_compat.stager import TieredStager
     from dcp_compat.writer import TieredStorageWriter
 
 __all__ = [
     "SavedStep",
     "Step",
+    "TieredStager",
     "TieredStorageReader",
     "TieredStorageWriter",
     "latest",
@@ -25,7 +27,7 @@ __all__ = [
     "step_path",
 ]
 
-_WITH_TORCH = {"TieredStorageReader": "reader", "TieredStorageWriter": "writer"}
+_WITH_TORCH = {"TieredStager": "stager", "TieredStorageReader": "reader", "TieredStorageWriter": "writer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -23,6 +23,7 @@ from torch.futures import Future
 from dcp_compat.mounts import LEVELS, is_tierfs, reaches, wish
 from dcp_compat.saved_step import SavedStep
 from dcp_compat.shard_files import write_shard
+from dcp_compat.stager import TieredStager
 from dcp_compat.steps import namespace_path, step_number, step_path
 
 log = logging.getLogger("tierfs.dcp")
@@ -46,6 +47,8 @@ class TieredStorageWriter(FileSystemWriter):
     `crc32`: sum up each tensor's bytes as `torch.save` does, so that the files are the same bit for bit. Nothing that
     loads them looks at it, and it takes longer than writing.
 
+    `stager`: for `async_save`, which then copies the tensors into the checkpoint's file itself (`TieredStager`).
+
     Raises ValueError for what is no tier, or a namespace without a step.
     """
 
@@ -60,6 +63,7 @@ class TieredStorageWriter(FileSystemWriter):
         durability: str | None = None,
         thread_count: int | None = None,
         crc32: bool = False,
+        stager: TieredStager | None = None,
         **stock: Any,
     ) -> None:
         if (path is None) == (namespace is None):
@@ -71,6 +75,7 @@ class TieredStorageWriter(FileSystemWriter):
             path = step_path(namespace, step, root=root)
         super().__init__(path, thread_count=thread_count or DEFAULT_THREADS, **stock)
         self.crc32 = crc32
+        self.stager = stager
         self.tiers = _checked(tiers)
         if durability is not None:
             reaches("ram", durability)
@@ -126,6 +131,18 @@ class TieredStorageWriter(FileSystemWriter):
             wish(step, "tiers", ",".join(self.tiers or ()))
             wish(step, "durability", self.durability or "")
         return plan
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return super().stage(state_dict) if self.stager is None else self.stager.stage(state_dict)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if self.stager is None or not self.stager.has_staged:
+            return super().write_data(plan, planner)
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = self.stager.write(plan, planner, Path(self.path) / name, name, crc32=self.crc32, sync=self.sync_files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def _write_data(self, planner: SavePlanner, file_queue: queue.Queue[Any]) -> Future[list[WriteResult]]:
         if self.transforms.extensions or self.serialization_format != SerializationFormat.TORCH_SAVE:
