@@ -10,11 +10,9 @@ import pytest
 from gateway.conftest import address, free_port
 from rig import checkpoints
 from rig.buckets import Bucket
-from rig.cluster import cluster
-from rig.cluster_steps import wait_latest, wait_replicated
 from rig.instance import Instance, tierfs
 from rig.object_fixtures import Mount, wait_persisted
-from rig.ranks import Rank, Seat, Table, run_ranks
+from rig.ranks import Rank, run_ranks
 from rig.s3_servers import S3Server
 from rig.sagemaker import Job
 
@@ -128,19 +126,3 @@ def test_a_bucket_that_the_mount_persisted_to_serves_both(
     nobody = ("127.0.0.1", 1)
     environment = seaweedfs_server.environment()
     run_ranks(check, Job("run", gateway=nobody, s3=bucket.url, is_ray=True, environment=environment), 2, 1)
-
-
-# --- several nodes
-
-
-def test_the_loss_of_a_node_loses_no_step() -> None:
-    with cluster(nodes=2, gateway_listen="127.0.0.1:9200") as nodes:
-        table = Table([Seat(node.host.namespace, node.mountpoint) for node in nodes])
-        job = Job("run")
-        run_ranks(save, job, (1, 2), table=table)
-        wait_replicated(nodes, "run/step_1", "run/step_2")
-        nodes[1].kill(wipe=True)
-        nodes[1].start(node_id="replacement")
-        nodes.wait_members()
-        wait_latest(nodes, "step_2")
-        run_ranks(check, job, 2, 1, table=table)

@@ -25,12 +25,16 @@ from rig.network import enter
 COLLECTIVE_TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
 # The last ones are what the first DTensor imports: a second of each rank's time.
-_context.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"),
-        *("numpy.random", "torch._dynamo"),
-    ]
-)
+_PRELOADED = [
+    *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "rig.checkpoints"),
+    *("numpy.random", "torch._dynamo"),
+]
+_context.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """What the ranks of a test file import, too: by one process instead of by each. In vain once a job was started."""
+    _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from rig import checkpoints
+from rig.ranks import preload
 
+preload("amzn_sagemaker_checkpointing.checkpointing.filesystem", "amzn_sagemaker_checkpointing.config.s3_path_strategy")
 #: Where the library looks for its in-memory tier, and can't be told otherwise.
 SERVICE = "ai-toolkit-gossip-headless.aws-hyperpod.svc.cluster.local"
 PORT = 9200
