@@ -148,7 +148,7 @@ class Daemon:
         self.watching.look_at(
             self.filesystem,
             self.channel,
-            operations.table(),
+            operations,
             hydration=hydration,
             workers=self.workers,
             objects=self.objects,

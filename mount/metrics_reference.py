@@ -34,9 +34,9 @@ scrape_configs:
     static_configs: [{targets: ["127.0.0.1:7118"]}]
 ```
 
-Requests are answered from what the daemon knows: neither the object store nor other nodes are asked. Figures that take
-time by the number of files are read piece by piece, so that no program waits for a scrape; answers are up to half a
-second old. Timing a request of the kernel costs half a microsecond, where a request takes fifty or more;
+Requests are answered from what the daemon knows: neither the object store nor other nodes are asked. What takes time by
+the number of files is read piece by piece, so that no program waits for it; the page and `/status.json` are up to half
+a second old. Timing a request of the kernel costs half a microsecond, where a request takes fifty or more;
 `bench/watch.py` measures both.
 
 What is counted begins at 0 with each daemon, but for `tierfs_fuse_requests_total`, `tierfs_fuse_resent_total`,

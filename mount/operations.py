@@ -104,27 +104,13 @@ class Operations:
         info = self._channel.info()
         keeper = read_process(self._instance.keeper_pid)
         grant = self._registry.tier.grant
-        namespaces = describe_namespaces(self._registry)
-        problems = [
-            {"severity": found.severity, "message": found.message, "path": found.path}
-            for found in self._registry.tier.problems()
-        ]
+        namespaces = await describe_namespaces(self._registry)
         objects = await self._objects.status()
-        problems += _object_problems(objects) + self._cluster.problems()
-        problems += self._pages.problems() if self._pages is not None else []
-        if keeper is None:
-            problems.append(
-                {
-                    "severity": "warning",
-                    "message": "no keeper watches this mount: it works, but would not outlive its daemon; "
-                    f"`tierfs mount {self._record.mountpoint}` starts one without disturbing anybody",
-                    "path": "",
-                }
-            )
+        problems = self._problems(objects)
         return {
             "name": self._instance.name,
             "mountpoint": self._record.mountpoint,
-            "mounted": not self._leaving.is_sending,
+            "mounted": self.is_mounted,
             "version": tierfs.__version__,
             "daemon_pid": os.getpid(),
             "keeper_pid": keeper.pid if keeper is not None else None,
@@ -154,8 +140,35 @@ class Operations:
             "namespaces": _with_durability(namespaces, objects),
             "steps": [step for namespace in namespaces for step in namespace["steps"]],
             "growing": self._growing(),
-            "problems": problems + self._registry.problems,
+            "problems": problems,
         }
+
+    @property
+    def is_mounted(self) -> bool:
+        """False while an unmounted daemon still sends what is owed."""
+        return not self._leaving.is_sending
+
+    async def problems(self) -> list[dict[str, str]]:
+        """Those of `status`, without what else that takes."""
+        return self._problems(await self._objects.status())
+
+    def _problems(self, objects: dict[str, Any] | None) -> list[dict[str, str]]:
+        found = [
+            {"severity": each.severity, "message": each.message, "path": each.path}
+            for each in self._registry.tier.problems()
+        ]
+        found += _object_problems(objects) + self._cluster.problems()
+        found += self._pages.problems() if self._pages is not None else []
+        if read_process(self._instance.keeper_pid) is None:
+            found.append(
+                {
+                    "severity": "warning",
+                    "message": "no keeper watches this mount: it works, but would not outlive its daemon; "
+                    f"`tierfs mount {self._record.mountpoint}` starts one without disturbing anybody",
+                    "path": "",
+                }
+            )
+        return found + self._registry.problems
 
     def _growing(self) -> list[dict[str, Any]]:
         return [

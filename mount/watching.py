@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from mount.control import Operation
     from mount.http_pages import Page, PageMaker, PageServer
     from mount.metrics import Metrics
+    from mount.operations import Operations
     from tierfs.cluster.tier import ClusterTier
     from tierfs.hydrate.hydration import Hydration
     from tierfs.objects.pool import WorkerPool
     from tierfs.persist.tier import ObjectSteps
 
-#: What is asked for within so long gets one answer: many readers cost no more than one.
 FRESH_S = 0.5
 #: How long the end of a daemon waits for events that are on their way.
 TOLD_WITHIN_S = 5.0
@@ -61,24 +61,20 @@ class Watching:
         self._metrics: Metrics | None = None
         self._server: PageServer | None = None
         self._problem = ""
-        self._operations: Mapping[str, Operation] = {}
-        self._asked: dict[str, tuple[float, Any]] = {}
-        self._asking = trio.Lock()
         self._limiter = trio.CapacityLimiter(1)
 
     def look_at(
         self,
         filesystem: pyfuse3.Operations,
         channel: Channel,
-        operations: Mapping[str, Operation],
+        operations: Operations,
         *,
         hydration: Hydration | None,
         workers: WorkerPool | None,
         objects: ObjectSteps | None,
         cluster: ClusterTier | None,
     ) -> None:
-        """`operations` are those of the control socket; of them `status` and `nodes` are asked."""
-        self._operations = operations
+        """`operations` are those of the control socket: the pages show what they answer."""
         if cluster is not None:
             self._cluster_news = ClusterNews(cluster)
             self.telling.is_told_here = self._cluster_news.is_told_here
@@ -106,7 +102,7 @@ class Watching:
             )
         )
         self.telling.on_event = self._metrics.seen
-        self._server = PageServer(self._addresses, self._pages(self._metrics))
+        self._server = PageServer(self._addresses, self._pages(operations, self._metrics))
 
     def urls(self) -> list[str]:
         """Where the pages are now."""
@@ -141,55 +137,50 @@ class Watching:
 
     # --- pages
 
-    def _pages(self, metrics: Metrics) -> dict[str, PageMaker]:
-        return {
-            "/": self._status_page,
-            "/status.json": self._status_json,
-            "/healthz": self._health,
-            "/metrics": lambda fields: self._metrics_page(metrics, fields),
-        }
-
-    async def _status_page(self, fields: Mapping[str, str]) -> Page:
-        from mount.http_pages import Page
-
-        status, nodes = await self._ask("status"), await self._ask("nodes")
-        text = await trio.to_thread.run_sync(render_page, status, nodes, time.time(), limiter=self._limiter)
-        policy = ("Content-Security-Policy", CONTENT_SECURITY_POLICY)
-        return Page(text.encode(), "text/html; charset=utf-8", headers=(policy,))
-
-    async def _status_json(self, fields: Mapping[str, str]) -> Page:
-        from mount.http_pages import Page
-
-        return Page(json.dumps(await self._ask("status")).encode() + b"\n", "application/json")
-
-    async def _health(self, fields: Mapping[str, str]) -> Page:
-        """200 while it is mounted: for probes."""
-        from mount.http_pages import Page
-
-        if (await self._ask("status"))["mounted"]:
-            return Page(b"mounted\n", "text/plain")
-        return Page(b"unmounted; what is owed is being sent\n", "text/plain", 503)
-
-    async def _metrics_page(self, metrics: Metrics, fields: Mapping[str, str]) -> Page:
+    def _pages(self, operations: Operations, metrics: Metrics) -> dict[str, PageMaker]:
         from prometheus_client.exposition import choose_encoder
 
         from mount.http_pages import Page
 
-        status = await self._ask("status")
-        problems = Counter(each["severity"] for each in status["problems"])
-        figures = await metrics.figures(problems=problems, is_mounted=status["mounted"])
-        encoder, content_type = choose_encoder(fields.get("accept", ""))
-        body = await trio.to_thread.run_sync(encoder, figures, limiter=self._limiter)
-        return Page(body, content_type)
+        status, nodes = Fresh(operations.status), Fresh(operations.table()["nodes"])
 
-    async def _ask(self, operation: str) -> Any:
-        """What the control socket would answer, at most FRESH_S old."""
+        async def status_page(fields: Mapping[str, str]) -> Page:
+            shown = await status.get(), await nodes.get(), time.time()
+            text = await trio.to_thread.run_sync(render_page, *shown, limiter=self._limiter)
+            policy = ("Content-Security-Policy", CONTENT_SECURITY_POLICY)
+            return Page(text.encode(), "text/html; charset=utf-8", headers=(policy,))
+
+        async def status_json(fields: Mapping[str, str]) -> Page:
+            return Page(json.dumps(await status.get()).encode() + b"\n", "application/json")
+
+        async def health(fields: Mapping[str, str]) -> Page:
+            if operations.is_mounted:
+                return Page(b"mounted\n", "text/plain")
+            return Page(b"unmounted; what is owed is being sent\n", "text/plain", 503)
+
+        async def metrics_page(fields: Mapping[str, str]) -> Page:
+            problems = Counter(each["severity"] for each in await operations.problems())
+            figures = await metrics.figures(problems=problems, is_mounted=operations.is_mounted)
+            encoder, content_type = choose_encoder(fields.get("accept", ""))
+            return Page(await trio.to_thread.run_sync(encoder, figures, limiter=self._limiter), content_type)
+
+        return {"/": status_page, "/status.json": status_json, "/healthz": health, "/metrics": metrics_page}
+
+
+class Fresh:
+    """The answer of an operation, at most FRESH_S old: many readers cost no more than one."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self._at, self._answer = float("-inf"), None
+        self._asking = trio.Lock()
+
+    async def get(self) -> Any:
         async with self._asking:
-            at, answer = self._asked.get(operation, (float("-inf"), None))
-            if trio.current_time() - at > FRESH_S:
-                answer = await self._operations[operation]({}, _nobody)
-                self._asked[operation] = trio.current_time(), answer
-            return answer
+            if trio.current_time() - self._at > FRESH_S:
+                self._answer = await self._operation({}, _nobody)
+                self._at = trio.current_time()
+            return self._answer
 
 
 async def _nobody(values: Mapping[str, Any], /) -> None:
