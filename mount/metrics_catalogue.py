@@ -98,8 +98,8 @@ SECTIONS = (
             ),
             _histogram(
                 "fuse_request_seconds",
-                "Seconds that requests took which Python answered, by operation. Reads and writes of data are among "
-                "them only where bytes have to be fetched first.",
+                "Seconds that requests took which Python answered, by operation as pyfuse3 names it (rename is the "
+                "kernel's rename2). Reads and writes of data are among them only where bytes have to be fetched first.",
                 "operation",
             ),
             _counter(

@@ -100,6 +100,8 @@ def test_one_node_tells_of_each_level_and_all_figures_are_there(nodes: Cluster, 
         ]
         assert ages[0] == pytest.approx(ages[1], abs=0.01)
         assert found[f'tierfs_replication_lag_seconds{{namespace="{run}"}}'] == 0
+    shown = tierfs("top", nodes[0].mountpoint)
+    assert all(f"\n{node.node_id} " in shown for node in nodes) and f"{run}/step_1" in shown and "2 of 2" in shown
     received = sum(metrics(node)['tierfs_peer_received_bytes_total{transport="tcp"}'] for node in nodes)
     assert received >= sum(SIZES)
     assert len(told(nodes, run, "level", level="ram")) == len(told(nodes, run, "level", level="replica")) == 1

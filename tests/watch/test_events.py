@@ -155,6 +155,18 @@ async def test_the_oldest_events_are_dropped_where_a_hook_is_too_slow(nursery: A
     assert told.hooks()["gate"] == {"waiting": 0, "dropped": 12, "delivered": MOST_WAITING - 1, "failed": 1}
 
 
+def test_a_listener_that_fails_holds_up_neither_the_commit_nor_the_others() -> None:
+    news, heard = News(), []
+
+    def fail(event: Event) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    news.listen(fail)
+    news.listen(heard.append)
+    news.tell(Event("lost", "it is lost"))
+    assert [event.kind for event in heard] == ["lost"]
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

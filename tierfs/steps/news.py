@@ -5,10 +5,13 @@ Whoever decides about steps tells; what becomes of it (a log, a command, a webho
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+log = logging.getLogger("tierfs.events")
 
 EventKind = Literal["level", "under-replicated", "lost", "walk-back", "drain"]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
@@ -27,7 +30,8 @@ class Event:
 
 
 class News:
-    """Told in the trio thread, from the middle of a request: who listens returns at once and doesn't raise."""
+    """Told in the trio thread, from the middle of a commit: who listens returns at once. What one of them raises is
+    logged and holds up nobody."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
@@ -37,7 +41,10 @@ class News:
 
     def tell(self, event: Event) -> None:
         for told in self._listeners:
-            told(event)
+            try:
+                told(event)
+            except Exception:
+                log.exception("an event was not told: %s", event.message)
 
 
 def reached(
