@@ -16,7 +16,7 @@ WORKERS ?= 3
 # RERUN. It passes only then; what fails twice fails. RERUNS=0 for none.
 RERUNS ?= 1
 
-.PHONY: help setup demo test pytest test-verbs lint format bench soak mount-helper clean
+.PHONY: help setup demo test pytest test-verbs image-check lint format bench soak mount-helper clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,11 @@ pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
 
 test-verbs: setup ## the tests of RDMA, in a virtual machine with soft-RoCE (installs qemu and pyverbs if root)
 	scripts/test-verbs.sh $(VENV) $(if $(filter-out tests,$(TESTS)),$(TESTS))
+
+# SHARE=/srv/wheels:… are places that the machine's pip is set up with, and that the steps need as well.
+image-check: ## replay deploy/container/Dockerfile in a clean root (as root, with debootstrap), and mount with the result
+	scripts/replay-dockerfile.py $(addprefix --share ,$(subst :, ,$(SHARE))) deploy/container/Dockerfile -- sh -ec \
+	  'mkdir /ckpt && tierfs mount /ckpt -o size=64MiB && echo saved >/ckpt/file && cat /ckpt/file && tierfs umount --discard /ckpt'
 
 lint: setup ## ruff and mypy
 	$(RUN)/ruff check .

@@ -9,6 +9,7 @@ packages=(
     attr acl rsync tar coreutils util-linux procps             # tools that the tests run on the mount
     iproute2 nftables kmod                                     # network namespaces of the cluster tests; modprobe
     etcd-server etcd-client openssl                            # the tests run clusters with an etcd of their own
+    systemd systemd-container                                  # the tests run the unit in a container
 )
 
 as_root() {
