@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from dcp_compat import TieredStorageReader
 from gateway.conftest import address, free_port
 from rig import checkpoints
 from rig.buckets import Bucket
@@ -43,6 +45,12 @@ def check_with_stock_reader(rank: Rank, step: Path, seed: int, size_bytes: int) 
     checkpoints.check(step, seed, size_bytes)
 
 
+def check_latest_with_tierfs_reader(rank: Rank, namespace: Path, seed: int, size_bytes: int) -> None:
+    target = checkpoints.empty_state(size_bytes)
+    dcp.load(target, storage_reader=TieredStorageReader(namespace=namespace))
+    assert not checkpoints.differences(target, seed, size_bytes)
+
+
 def test_what_the_library_saves_it_loads_and_so_does_dcp(instance: Instance, job: Job) -> None:
     run_ranks(save, job, STEPS)
     run_ranks(check, job, 30, *STEPS)
@@ -54,6 +62,7 @@ def test_what_the_library_saves_it_loads_and_so_does_dcp(instance: Instance, job
     assert shards == {"rank_0/checkpoint.pt", "rank_1/checkpoint.pt"}
     for world in (1, 2):
         run_ranks(check_with_stock_reader, namespace / "step_20", seed_of(20), job.size_bytes, world=world)
+    run_ranks(check_latest_with_tierfs_reader, namespace, seed_of(30), job.size_bytes)
 
 
 def save_twice(rank: Rank, job: Job) -> None:
