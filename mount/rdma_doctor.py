@@ -9,6 +9,7 @@ from mount.doctor import FAIL, OK, WARN, Finding
 from tierfs.capabilities import IPC_LOCK, is_capable
 from tierfs.settings import Settings
 from tierfs.transport.verbs_devices import Found, find_devices
+from tierfs.transport.verbs_fabric import why_unused
 from tierfs.units import format_size
 
 CHECK = "RDMA"
@@ -18,25 +19,17 @@ _MORE = "`tierfs verbs-selftest` tries what is there, docs/rdma.md says what eac
 def examine_rdma(asked: Sequence[tuple[str, Settings]]) -> Iterator[Finding]:
     """Settings, each with whose they are; of those that ask for the same only the first is told of. Opens each device
     for a moment. Never raises."""
-    told: dict[tuple[str, str, bool], str] = {}
+    told: dict[tuple[str, str, str], str] = {}
     for whose, settings in asked:
-        is_encrypted = settings.cluster.tls_cert is not None and settings.cluster.encryption != "off"
-        told.setdefault((settings.peer.transport, settings.peer.verbs_devices, is_encrypted), whose)
+        told.setdefault((settings.peer.transport, settings.peer.verbs_devices, why_unused(settings)), whose)
     found: dict[str, Found] = {}
-    for (transport, devices, is_encrypted), whose in told.items():
-        if transport == "tcp":
-            yield Finding(CHECK, OK, f"{whose}not looked at: peer.transport is tcp")
+    for (transport, devices, unused), whose in told.items():
+        if unused:
+            yield Finding(CHECK, OK, f"{whose}not looked at: {unused}")
             continue
         if devices not in found:
             found[devices] = find_devices(devices)
         yield from _told(found[devices], transport, whose)
-        if found[devices].devices and is_encrypted:
-            yield Finding(
-                CHECK,
-                WARN,
-                f"{whose}what goes by RDMA is not encrypted, as what goes by TCP is (cluster.encryption)",
-                "peer.transport = tcp where the network is not trusted; else say so by cluster.encryption = off",
-            )
 
 
 def _told(found: Found, transport: str, whose: str) -> Iterator[Finding]:

@@ -119,7 +119,8 @@ class PeerSettings:
     transport: str = setting(
         "auto",
         "How files' bytes come from other nodes: auto (by RDMA where this node and the other have devices for it, else "
-        "by TCP), tcp, or verbs: as auto, but it is a problem of the node's status when it has no device.",
+        "by TCP; by TCP alone where that is encrypted, as RDMA is not), tcp, or verbs: RDMA also where TCP is "
+        "encrypted, and it is a problem of the node's status when it has no device.",
         kind="choice",
         choices=("auto", "tcp", "verbs"),
     )

@@ -106,18 +106,25 @@ def test_rdma_devices_are_named_once_for_all_that_ask_the_same(monkeypatch: pyte
     )
     monkeypatch.setattr(rdma_doctor, "is_capable", lambda _: False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2 << 30, 2 << 30))
-    usual, named, encrypted = Settings(), Settings(), Settings()
+    usual, named, encrypted, all_the_same = Settings(), Settings(), Settings(), Settings()
     named.peer.verbs_devices, named.peer.transport = "mlx5_7", "verbs"
     encrypted.cluster.tls_cert = Path("/etc/tierfs/node.crt")
-    asked = [("a: ", usual), ("b: ", usual), ("c: ", named), ("d: ", encrypted)]
+    all_the_same.cluster.tls_cert = encrypted.cluster.tls_cert
+    all_the_same.peer.transport = "verbs"
+    asked = [("a: ", usual), ("b: ", usual), ("c: ", named), ("d: ", encrypted), ("e: ", all_the_same)]
     told = [(each.check, each.verdict, each.found) for each in rdma_doctor.examine_rdma(asked)]
     assert told == [
         ("RDMA", "ok", "a: mlx5_0 (rc), efa0 (srd)"),
         ("locked memory", "warn", "a: at most 2 GiB: files beyond that go by TCP"),
         ("RDMA", "fail", "c: peer.transport is verbs, and there is no device to use: no such device"),
-        ("RDMA", "ok", "d: mlx5_0 (rc), efa0 (srd)"),
-        ("locked memory", "warn", "d: at most 2 GiB: files beyond that go by TCP"),
-        ("RDMA", "warn", "d: what goes by RDMA is not encrypted, as what goes by TCP is (cluster.encryption)"),
+        (
+            "RDMA",
+            "ok",
+            "d: not looked at: what goes by TCP is encrypted (cluster.tls_cert, cluster.encryption), and RDMA is not; "
+            "peer.transport = verbs uses it all the same",
+        ),
+        ("RDMA", "ok", "e: mlx5_0 (rc), efa0 (srd)"),
+        ("locked memory", "warn", "e: at most 2 GiB: files beyond that go by TCP"),
     ]
 
 

@@ -39,7 +39,7 @@ async def test_pulls_come_by_the_device_and_go_on_by_tcp_where_a_file_goes(devic
         target = os.open(Path(directory) / "target", os.O_RDWR | os.O_CREAT)
         with trio.fail_after(_WITHIN_S):
             async with trio.open_nursery() as nursery:
-                there, here = Devices(settings.peer), Devices(settings.peer)
+                there, here = Devices(settings), Devices(settings)
                 await nursery.start(there.run)
                 await nursery.start(here.run)
                 await until(lambda: there.ports and here.ports, "both opened it", within_s=30)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import trio
 
-from tests.unit.verbs_double import DoubleLink, DoublePort, DoubleRegion, Fabric, Read
+from tests.unit.verbs_double import DoubleLink, DoublePort, DoubleRegion, Fabric
 from tierfs.catalog.records import check_version
 from tierfs.checksum import FileChecksum, checksum_fd
 from tierfs.errors import PeerLacks
@@ -125,45 +124,27 @@ async def pair(
             nursery.cancel_scope.cancel()
 
 
-class LockedRegion(DoubleRegion):
-    def close(self) -> None:
-        with _DOUBLE:
-            super().close()
-
-
-class LockedPort(DoublePort):
-    """Registers in threads."""
+class SmallPort(DoublePort):
+    """Takes memory up to a length."""
 
     most_bytes = 1 << 62
 
     def register(self, address: int, length: int, *, remote: bool) -> DoubleRegion:
         if length > self.most_bytes:
             raise OSError(errno.ENOMEM, f"{self.gid} has no room for {length} bytes")
-        with _DOUBLE:
-            return LockedRegion(self, address, length, remote)
-
-
-class LockedFabric(Fabric):
-    """As with a device, memory is not given back while a READ of it is carried."""
-
-    def _move(self, read: Read) -> None:
-        with _DOUBLE:
-            super()._move(read)
-
-
-_DOUBLE = threading.Lock()
+        return super().register(address, length, remote=remote)
 
 
 class Rdma:
     """What the two nodes of `rdma_pair` have for RDMA: ports without a device. `plugged` may be changed."""
 
     def __init__(self, seed: int, holder: Sequence[Kind], asker: Sequence[Kind], *, slowest_s: float = 0.0) -> None:
-        self.fabric = LockedFabric(seed, slowest_s=slowest_s)
+        self.fabric = Fabric(seed, slowest_s=slowest_s)
         self.plugged: dict[str, dict[str, Kind]] = {
             node: {f"{node}{number}": kind for number, kind in enumerate(kinds)}
             for node, kinds in ((HOLDER, holder), (ASKER, asker))
         }
-        self.opened: list[LockedPort] = []
+        self.opened: list[SmallPort] = []
 
     def devices(self, node: str, settings: Settings) -> Devices:
         def find(wanted: str) -> Found:
@@ -172,12 +153,12 @@ class Rdma:
             return Found(found, "" if found else f"{node} has no RDMA device")
 
         def open_port(capabilities: Capabilities) -> Port:
-            port = LockedPort(self.fabric, capabilities, capabilities.device)
+            port = SmallPort(self.fabric, capabilities, capabilities.device)
             self.fabric.ports[capabilities.device] = port
             self.opened.append(port)
             return port
 
-        return Devices(settings.peer, find=find, open_port=open_port)
+        return Devices(settings, find=find, open_port=open_port)
 
     def port(self, name: str) -> DoublePort:
         return self.fabric.ports[name]

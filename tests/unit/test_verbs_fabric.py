@@ -13,7 +13,7 @@ import trio.testing
 
 from tests.unit.step_driver import until
 from tests.unit.verbs_double import DoublePort, Fabric
-from tierfs.settings_cluster import PeerSettings
+from tierfs.settings import Settings
 from tierfs.transport import verbs_fabric
 from tierfs.transport.verbs_devices import Found
 from tierfs.transport.verbs_fabric import Devices, choose
@@ -50,7 +50,8 @@ class Machine:
         return self.opened[-1]
 
     def devices(self, *, transport: str = "auto", wanted: str = "") -> Devices:
-        settings = PeerSettings(transport=transport, verbs_devices=wanted)
+        settings = Settings()
+        settings.peer.transport, settings.peer.verbs_devices = transport, wanted
         return Devices(settings, find=self.find, open_port=self.open_port)
 
 

@@ -24,8 +24,7 @@ class SlowRegion(DoubleRegion):
         port = self.port
         assert isinstance(port, SlowPort)
         port.bench.be_slow()
-        with port.bench.lock:
-            super().close()
+        super().close()
 
 
 class SlowPort(DoublePort):
@@ -41,8 +40,9 @@ class SlowPort(DoublePort):
         if self.bench.locks_pages:
             for page in range(address, address + length, mmap.PAGESIZE):
                 ctypes.memmove(page, ctypes.string_at(page, 1), 1)
-        with self.bench.lock:
-            used = sum(each.length for each in self.fabric.regions.values() if each.port is self and each.is_open)
+        with self.bench.registering:
+            with self.fabric.lock:
+                used = sum(each.length for each in self.fabric.regions.values() if each.port is self and each.is_open)
             if used + length > self.bench.limit_bytes:
                 self.bench.wrong.append(f"{used} + {length} bytes are registered with {self.gid}")
             if used + length > self.device_bytes:
@@ -57,7 +57,8 @@ class Bench:
         """`limit_bytes` is what nobody may register more than with a device."""
         self.limit_bytes = limit_bytes
         self.fabric = Fabric(seed)
-        self.lock = threading.Lock()
+        #: Nobody else registers between looking for room and taking it.
+        self.registering = threading.Lock()
         self.threads = trio.CapacityLimiter(3)
         self.reason = ""
         self.kept: Counter[OpenPort] = Counter()

@@ -1,8 +1,10 @@
 """Ports without a device, over plain memory of this process, that are as unkind as SRD and reliable connections may be.
 
 READs complete in random order, some bytes earlier than others, and their bytes are copied as late as that, so a READ
-that somebody gave up too early is seen as wrong bytes. A completion makes the descriptor readable only if the port was
-armed before it. A failed READ leaves garbage in its place. `Fabric.misuse` lists what no device would have let pass.
+that somebody gave up too early is seen as wrong bytes. Memory is registered and let go of in threads, as with a device:
+none is let go of, and so unmapped, while bytes of a READ are being copied. A completion makes the descriptor readable
+only if the port was armed before it. A failed READ leaves garbage in its place. `Fabric.misuse` lists what no device
+would have let pass.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ctypes
 import math
 import os
 import random
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -53,6 +56,8 @@ class Fabric:
         self.registered = 0
         self.open_links = 0
         self.misuse: list[str] = []
+        #: Of what threads change: the regions, and the bytes that move between them.
+        self.lock = threading.Lock()
         self._next_name = 1
         self._posted = trio.Event()
 
@@ -66,7 +71,7 @@ class Fabric:
 
     @property
     def outstanding(self) -> list[Read]:
-        return [read for port in self.ports.values() for read in port.posted if not read.link.is_closed]
+        return [read for port in list(self.ports.values()) for read in port.posted if not read.link.is_closed]
 
     def posted(self) -> None:
         self._posted.set()
@@ -102,6 +107,10 @@ class Fabric:
         return [read for port in self.ports.values() for read in port.posted if not read.link.is_stalled]
 
     def _move(self, read: Read) -> None:
+        with self.lock:
+            self._carry_some(read)
+
+    def _carry_some(self, read: Read) -> None:
         error = self._error(read)
         if error:
             if read.into.is_open and read.at + read.length <= read.into.length and not read.link.is_closed:
@@ -142,17 +151,22 @@ class Fabric:
 class DoubleRegion:
     def __init__(self, port: DoublePort, address: int, length: int, remote: bool) -> None:
         self.port, self.address, self.length, self.remote = port, address, length, remote
-        self.remote_key = port.fabric.next_name()
         self.is_open = True
-        port.fabric.regions[self.remote_key] = self
-        port.fabric.registered += 1
+        fabric = port.fabric
+        with fabric.lock:
+            self.remote_key = fabric.next_name()
+            fabric.regions[self.remote_key] = self
+            fabric.registered += 1
 
     def close(self) -> None:
-        if self.is_open:
+        fabric = self.port.fabric
+        with fabric.lock:
+            if not self.is_open:
+                return
             self.is_open = False
-            self.port.fabric.registered -= 1
-            if any(read.into is self for read in self.port.fabric.outstanding):
-                self.port.fabric.misuse.append("memory was let go of while READs into it are outstanding")
+            fabric.registered -= 1
+            if any(read.into is self for read in fabric.outstanding):
+                fabric.misuse.append("memory was let go of while READs into it are outstanding")
 
 
 class DoubleLink:

@@ -25,7 +25,7 @@ class Transport:
         self, copies: Copies, settings: Settings, node: str, address_of: Callable[[str], Sequence[str]]
     ) -> None:
         """SettingsError where the settings contradict each other."""
-        self.devices = Devices(settings.peer)
+        self.devices = Devices(settings)
         self.serving = VerbsServing(
             copies, self.devices, most_registered_bytes=settings.peer.verbs_registered_bytes
         )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import trio
 
-from tierfs.settings_cluster import PeerSettings
+from tierfs.settings import Settings
 from tierfs.transport.verbs_device import DevicePort
 from tierfs.transport.verbs_devices import Found, find_devices
 from tierfs.transport.verbs_port import Capabilities, Port
@@ -86,27 +86,45 @@ class _InUse:
     released: trio.Event
 
 
+def why_unused(settings: Settings) -> str:
+    """Why these settings leave devices alone, whatever there is; "" where they don't."""
+    if settings.peer.transport == "tcp":
+        return "peer.transport is tcp"
+    if (
+        settings.peer.transport == "auto"
+        and settings.cluster.tls_cert is not None
+        and settings.cluster.encryption != "off"
+    ):
+        return (
+            "what goes by TCP is encrypted (cluster.tls_cert, cluster.encryption), and RDMA is not; peer.transport = "
+            "verbs uses it all the same"
+        )
+    return ""
+
+
 class Devices:
     """`Fabric` of this machine's devices, as the settings choose them. They are found and opened while `run` runs; one
     that goes is closed, and looked for again."""
 
     def __init__(
         self,
-        peer: PeerSettings,
+        settings: Settings,
         *,
         find: Callable[[str], Found] = find_devices,
         open_port: Callable[[Capabilities], Port] = DevicePort,
     ) -> None:
         """`find` and `open_port` are called in threads; OSError of `open_port`: it can't be used now."""
-        self._transport = peer.transport
-        self._wanted = peer.verbs_devices
+        self._transport = settings.peer.transport
+        self._wanted = settings.peer.verbs_devices
         self._find = find
         self._open_port = open_port
         self._threads = trio.CapacityLimiter(_THREADS)
         self._in_use: dict[str, _InUse] = {}
         #: Of those that are looked for: they went, or did not open.
         self._missing: set[str] = set()
-        self._reason = "peer.transport is tcp" if peer.transport == "tcp" else "the RDMA devices are being looked for"
+        unused = why_unused(settings)
+        self._is_unused = bool(unused)
+        self._reason = unused or "the RDMA devices are being looked for"
         self._logged = ""
         #: Devices that went while they were used.
         self.lost = 0
@@ -166,7 +184,7 @@ class Devices:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Started when the devices are open or there are none, or READY_WITHIN_S later. Cancelled, it
         closes them after those who keep any released them, or RELEASED_WITHIN_S later."""
-        if self._transport == "tcp":
+        if self._is_unused:
             task_status.started()
             await trio.sleep_forever()
         async with trio.open_nursery() as nursery:
