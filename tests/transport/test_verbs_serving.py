@@ -41,7 +41,7 @@ class Ports:
         self.doubles = [fabric.port(f"holder{index}", kind) for index, kind in enumerate(kinds)]
         self.ports = tuple(OpenPort(each, Reader(each)) for each in self.doubles)
         self.reason = "" if kinds else "there is no device"
-        self.threads = trio.CapacityLimiter(1)  # the double counts without locks
+        self.threads = trio.CapacityLimiter(4)
         self.kept: Counter[OpenPort] = Counter()
 
     def keep(self, port: OpenPort) -> None:
@@ -247,6 +247,45 @@ async def test_what_was_fenced_is_not_read_any_more(settings: Settings, shelf: F
         await path.link()
         assert await path.pull(version, 0, MIB) == data, "the shelf still gives it out"
         path.close()
+
+
+async def test_whatever_is_fenced_in_the_middle_of_reads_they_are_right_or_fail(
+    settings: Settings, shelf: FolderShelf
+) -> None:
+    dice = random.Random(7)
+    data = dice.randbytes(MIB)
+    version = shelf.add(data)
+    ino = os.stat(shelf.path(version)).st_ino
+    outcomes: Counter[str] = Counter()
+    async with rig(shelf, settings, ["srd", "rc"], ["srd", "rc"]) as both:
+
+        async def ask() -> None:
+            while min(outcomes["read"], outcomes["fenced"]) < 20:
+                path = await both.connection()
+                try:
+                    await path.link()
+                    while True:
+                        got = await path.pull(version, 0, MIB)
+                        assert got in (data, b""), "right, or not given as it is about to leave"
+                        outcomes["read"] += bool(got)
+                        await trio.lowlevel.checkpoint()
+                except PeerUnavailable:
+                    outcomes["fenced"] += 1
+                finally:
+                    path.close()
+
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as asking:
+                nursery.start_soon(_fence_again_and_again, both, ino, dice)
+                for _ in range(4):
+                    asking.start_soon(ask)
+            nursery.cancel_scope.cancel()
+
+
+async def _fence_again_and_again(both: Rig, ino: int, dice: random.Random) -> None:
+    while True:
+        await trio.sleep(dice.random() * 0.02)
+        await both.serving.exports.fence(ino)
 
 
 async def test_why_there_are_no_links_is_told_and_the_connection_serves_as_before(

@@ -130,7 +130,8 @@ class Driver:
     def give_back(self, index: int) -> None:
         if self.held:
             export, file, changed, offset, length = self.held.pop(index % len(self.held))
-            if changed == file.changed and export.regions:  # else all devices were lost
+            # Else all devices were lost, or a thread is about to unmap it.
+            if changed == file.changed and export.regions and not export.file.has_left:
                 self.check(export, file.content, offset, length)
             self.exports.give_back(export)
 
