@@ -6,6 +6,7 @@ Nothing of the mount depends on it: where its address is taken, that is a proble
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from mount.log_counts import LogCounts
 from mount.mending import run_again
 from mount.request_times import RequestTimes
 from mount.status_page import CONTENT_SECURITY_POLICY, render_page
-from tierfs.errors import SettingsError
 from tierfs.steps.registry import StepRegistry
 from tierfs.transport.addresses import join_address, split_setting
 from tierfs.watch.cluster_news import ClusterNews
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tierfs.objects.pool import WorkerPool
     from tierfs.persist.tier import ObjectSteps
 
+log = logging.getLogger("tierfs.pages")
+
 FRESH_S = 0.5
 #: How long the end of a daemon waits for events that are on their way.
 TOLD_WITHIN_S = 5.0
@@ -45,13 +47,11 @@ class Watching:
     """Made before the steps are looked at, so that nothing is missed; `look_at` adds what there is by then."""
 
     def __init__(self, registry: StepRegistry, *, name: str, mountpoint: str, node: str) -> None:
-        """SettingsError, also where what `metrics.listen` needs is not installed."""
+        """SettingsError."""
         settings = registry.settings
         self._registry = registry
         self._name, self._mountpoint, self._node = name, mountpoint, node
         self._addresses = split_setting(settings.metrics.listen, "metrics.listen")
-        if self._addresses:
-            _must_be_installed()
         self.telling = Telling(
             registry.news, settings.events, {"instance": name, "mountpoint": mountpoint, "node": node}
         )
@@ -79,6 +79,10 @@ class Watching:
             self._cluster_news = ClusterNews(cluster)
             self.telling.is_told_here = self._cluster_news.is_told_here
         if not self._addresses:
+            return
+        self._problem = _lacking()
+        if self._problem:
+            log.warning("%s", self._problem)
             return
         from mount.answers import measure  # late, as all that imports pyfuse3: the channel comes first
         from mount.http_pages import PageServer
@@ -187,11 +191,11 @@ async def _nobody(values: Mapping[str, Any], /) -> None:
     """Progress that nobody is told of."""
 
 
-def _must_be_installed() -> None:
+def _lacking() -> str:
+    """What is not installed and should be, in a sentence; "" for nothing. A mount must not go because of that."""
     try:
         import h11  # noqa: F401
         import prometheus_client  # noqa: F401
     except ModuleNotFoundError as error:
-        raise SettingsError(
-            f"metrics.listen needs the package {error.name}: pip install 'tierfs[metrics]'", key="metrics.listen"
-        ) from None
+        return f"metrics.listen needs the package {error.name}, and nothing is served: pip install 'tierfs[metrics]'"
+    return ""

@@ -14,7 +14,8 @@ def setting(default: Any, doc: str, *, kind: str, choices: tuple[str, ...] = (),
     text, bool, int, size (bytes, `3GiB`), share (bytes or a percentage of memory), duration (seconds, `30s`),
     path, choice, texts (a list), patterns (a list of regular expressions), table (a mapping of name to text, laid
     over the default's entries), room (auto, off or a size), name (of an instance), url (of an object tier),
-    endpoint (a URL of http or https), catalog (etcd://…), addresses (HOST:PORT, several with commas).
+    endpoint (a URL of http or https), command (split as a shell would), catalog (etcd://…), addresses (HOST:PORT,
+    several with commas).
     `least` is the smallest number accepted.
     """
     metadata = {"doc": doc, "kind": kind, "choices": choices, "least": least}

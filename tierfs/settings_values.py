@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,8 @@ def _parse(key: SettingKey, value: Any, memory_bytes: Callable[[], int] | None) 
         raise ValueError("not a text; write it in quotes")
     if key.kind == "path":
         return _parse_path(text)
+    if key.kind == "command":
+        return _checked_command(text)
     if key.kind == "name" and not INSTANCE_NAME.fullmatch(text):
         raise ValueError("not a name; use up to 64 letters, digits, _ - and ., not starting with - or .")
     if key.kind == "url":
@@ -85,6 +88,14 @@ def _parse(key: SettingKey, value: Any, memory_bytes: Callable[[], int] | None) 
         raise ValueError("not an address; write HOST:PORT, several with commas, or :PORT")
     if key.kind == "endpoint" and text and not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", text):
         raise ValueError("not an endpoint; write http://host:port or https://host")
+    return text
+
+
+def _checked_command(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"not a command that can be split into words: {error}") from None
     return text
 
 

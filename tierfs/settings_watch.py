@@ -32,7 +32,7 @@ class EventsSettings:
         "",
         "A command that is run for each event, one after the other, with the event in its environment (TIERFS_EVENT "
         "and others). It is split as a shell would, but no shell runs it.",
-        kind="text",
+        kind="command",
     )
     webhook: str = setting("", "A URL that gets each event as JSON by POST, in their order.", kind="endpoint")
     webhook_token_file: Path | None = setting(

@@ -92,6 +92,7 @@ KIND_NAMES = {
     "patterns": "list",
     "url": "text",
     "endpoint": "text",
+    "command": "text",
     "name": "text",
     "addresses": "text",
     "room": "share",

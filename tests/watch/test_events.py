@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rig.instance import tierfs, wait_until
+from rig.instance import CommandFailed, tierfs, wait_until
 from rig.plain_steps import write_step
 from tests.watch.watched import Receiver, Watched, watched_instance
 from tierfs.errors import TierfsError
@@ -116,11 +116,17 @@ def test_an_unmounted_daemon_passes_on_what_it_had_to_tell(scratch: Path) -> Non
         assert watched.wait_told("run", level="object")["step"] == "step_1"
 
 
-def test_a_setting_that_is_no_event_stops_the_mount(scratch: Path) -> None:
-    from rig.instance import CommandFailed
-
-    with pytest.raises(CommandFailed, match="'level-up' is none of level, under-replicated"):
-        tierfs("mount", scratch / "no", "-o", "events.only=level-up")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("events.only=level-up", "'level-up' is none of level, under-replicated"),
+        ("events.command=sh -c 'x", "not a command that can be split into words: No closing quotation"),
+        ("events.webhook=hooks.example.com", "not an endpoint"),
+    ],
+)
+def test_a_setting_that_can_not_be_stops_the_mount(scratch: Path, option: str, said: str) -> None:
+    with pytest.raises(CommandFailed, match=said):
+        tierfs("mount", scratch / "no", "-o", option)
 
 
 class Gate:

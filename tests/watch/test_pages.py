@@ -20,7 +20,7 @@ import pytest
 from mount.status_page import MOST_STEPS, render_page
 from rig.instance import tierfs, wait_until
 from rig.plain_steps import write_step
-from tests.watch.watched import Watched, get
+from tests.watch.watched import Watched, get, watched_instance
 
 MIB = 1 << 20
 SIZES = [3 * MIB, MIB]
@@ -184,8 +184,6 @@ def test_readers_that_say_nothing_keep_nobody_else_out_of_the_mount(watched: Wat
 
 
 def test_an_address_that_is_taken_is_a_problem_of_status_and_no_more(scratch: Path) -> None:
-    from tests.watch.watched import watched_instance
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with watched_instance(scratch / "taken", **{"metrics.listen": listen}) as watched:
@@ -195,6 +193,19 @@ def test_an_address_that_is_taken_is_a_problem_of_status_and_no_more(scratch: Pa
             assert f"{listen} can't be listened at: Address already in use" in status["problems"][0]["message"]
             (watched.mountpoint / "run").mkdir()
             write_step(watched.mountpoint / "run" / "step_1", 1, SIZES)
+
+
+def test_a_package_that_is_missing_is_a_problem_of_status_and_no_more(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = scratch / "missing"
+    missing.mkdir()
+    (missing / "h11.py").write_text("raise ModuleNotFoundError('no h11', name='h11')\n")
+    monkeypatch.setenv("PYTHONPATH", str(missing))
+    with watched_instance(scratch / "lacking") as watched:
+        status = watched.instance.status()
+        assert status["pages"] == []
+        assert "pip install 'tierfs[metrics]'" in status["problems"][0]["message"]
 
 
 def test_many_steps_are_cut(watched: Watched, run: str) -> None:
