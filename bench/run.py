@@ -31,6 +31,8 @@ BENCHMARKS = (
     "transport_tcp",
     "peer_hydration",
     "receiving",
+    "dcp_writers",
+    "dcp_stager",
 )
 TIMEOUT_S = 480
 GOAL_MISSED = 3  # exit code of a benchmark that ran well and missed a goal

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcp_compat.prefetch import Prefetch, prefetch
 from dcp_compat.saved_step import SavedStep
 from dcp_compat.steps import Step, latest, list_steps, namespace_path, step_path
+from dcp_compat.termination import persist_on_sigterm
 
 if TYPE_CHECKING:
     from dcp_compat.reader import TieredStorageReader
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from dcp_compat.writer import TieredStorageWriter
 
 __all__ = [
+    "Prefetch",
     "SavedStep",
     "Step",
     "TieredStager",
@@ -24,6 +27,8 @@ __all__ = [
     "latest",
     "list_steps",
     "namespace_path",
+    "persist_on_sigterm",
+    "prefetch",
     "step_path",
 ]
 
