@@ -2,11 +2,12 @@
 # Runs a command as root in a throw-away virtual machine whose kernel has an RDMA device: soft-RoCE (rdma_rxe).
 # Usage: rdma-vm.sh [-t SECONDS] [-m MIB] -- COMMAND...
 #
-# The guest's root is this machine's, read-only, with empty /run and /dev/shm to write to (HOME and TMPDIR are /run), so
-# the command finds the interpreter, the virtual environment and the working tree that it would find here. Its devices:
-# rxe0 (10.99.0.1). Nothing is installed: a kernel package of the distribution is unpacked into
+# The guest's root is this machine's, so the command finds the interpreter, the virtual environment and the working tree
+# that it would find here. What it writes goes to the guest's memory and is forgotten; nothing reaches this machine. HOME
+# and TMPDIR are /run, which is empty at first. Its devices: rxe0 (10.99.0.1), which processes in other network
+# namespaces see as well. Nothing is installed: a kernel package of the distribution is unpacked into
 # ${XDG_CACHE_HOME:-~/.cache}/tierfs once, about 400 MB. RDMA_VM_ACCEL=kvm is faster where KVM is to be had; without
-# (tcg) the processor is emulated, and a start takes about 20 s.
+# (tcg) the processor is emulated, and a start takes 5 to 20 s.
 #
 # The exit code is the command's; 77 where the machine can't be had here, with the reason as the last line on standard
 # error; 125 where the guest did not come to the command's end within SECONDS (170); 64 for wrong usage.
@@ -78,9 +79,9 @@ fetch_kernel() {
 # What the guest needs until it reaches this machine's root: busybox and the modules of virtio, 9p and overlay.
 make_initramfs() {
     local root=$work/initramfs module number=0
-    mkdir -p "$root"/{bin,modules,proc,sys,dev,root}
+    mkdir -p "$root"/{bin,modules,proc,sys,dev,machine,memory,root}
     cp "$busybox" "$root/bin/busybox"
-    for module in virtio_pci virtio_rng 9pnet_virtio 9p; do
+    for module in virtio_pci virtio_rng 9pnet_virtio 9p overlay; do
         modprobe -d "$kernel" -S "$version" --show-depends "$module" | awk '$1 == "insmod" { print $2 }'
     done | awk '!seen[$0]++' >"$work/modules"
     while read -r module; do
@@ -94,7 +95,9 @@ $b mount -t proc proc /proc
 $b mount -t sysfs sysfs /sys
 $b mount -t devtmpfs dev /dev
 for module in /modules/*; do $b insmod $module; done
-if $b mount -t 9p -o trans=virtio,version=9p2000.L,ro,msize=512000,cache=loose root /root; then
+$b mount -t tmpfs memory /memory && $b mkdir /memory/upper /memory/work
+if $b mount -t 9p -o trans=virtio,version=9p2000.L,ro,msize=512000,cache=loose root /machine &&
+    $b mount -t overlay -o lowerdir=/machine,upperdir=/memory/upper,workdir=/memory/work overlay /root; then
     $b mount -t proc proc /root/proc
     $b mount -t sysfs sysfs /root/sys
     $b mount -t devtmpfs dev /root/dev
@@ -103,7 +106,8 @@ if $b mount -t 9p -o trans=virtio,version=9p2000.L,ro,msize=512000,cache=loose r
     $b mount -t devpts pts /root/dev/pts
     $b mount -t tmpfs run /root/run
     $b mount -t 9p -o trans=virtio,version=9p2000.L,rw,msize=512000 answer /root/mnt
-    $b chroot /root /bin/bash /mnt/guest
+    # As the first process, so that the kernel's own threads have that root as well, and find modprobe.
+    exec $b chroot /root /bin/bash /mnt/guest
 fi
 $b poweroff -f
 INIT
@@ -121,26 +125,26 @@ flock -u 9
 
 mkdir "$work/answer"
 {
-    printf 'export PATH=%q HOME=/run TMPDIR=/run PYTHONDONTWRITEBYTECODE=1 TIERFS_RDMA_VM=1\n' "$PATH"
+    printf 'export PATH=%q HOME=/run TMPDIR=/run TIERFS_RDMA_VM=1 TIERFS_RAM_BALLAST=off\n' "$PATH"
     [ -z "${PYTHONPATH:-}" ] || printf 'export PYTHONPATH=%q\n' "$PYTHONPATH"
-    printf 'load() { modprobe -d %q -S %q "$@"; }\n' "$kernel" "$version"
+    # The kernel itself loads modules from there, when they are first needed.
+    printf 'mkdir -p /lib/modules && ln -sfn %q /lib/modules/%q\n' "$kernel/lib/modules/$version" "$version"
     cat <<'GUEST'
 prepare() {
-    # rxe asks the kernel for crc32 by name, and the kernel would look for modules where there are none.
-    load crc32_generic 2>/dev/null
-    ip link set lo up && load -a dummy fuse ib_uverbs rdma_rxe &&
+    ip link set lo up && modprobe -a dummy fuse ib_uverbs rdma_rxe &&
         ip link add dummy0 type dummy && ip address add 10.99.0.1/24 dev dummy0 &&
         ip link set dummy0 mtu 9000 up && rdma link add rxe0 type rxe netdev dummy0
 }
 GUEST
-    printf 'cd %q || exit\n' "$PWD"
-    printf 'if prepare; then\n    touch /mnt/started\n   '
+    printf 'if prepare && cd %q; then\n    touch /mnt/started\n   ' "$PWD"
     printf ' %q' "$@"
-    printf '\n    echo $? >/mnt/exit-code\nfi\nsync\n'
+    printf '\n    echo $? >/mnt/exit-code\nfi\nsync\n%q poweroff -f\n' "$busybox"
 } >"$work/answer/guest"
 
 cpu=max
-[ "$accel" != tcg ] || accel=tcg,thread=multi
+# Emulated, wide vectors and five levels of page tables cost a quarter of the time more than the oldest processor that
+# numpy's wheels run on.
+[ "$accel" != tcg ] || { accel=tcg,thread=multi && cpu=Nehalem; }
 # No -smp beyond 2: emulated processors wait for each other.
 began=$SECONDS
 timeout -k 5 "$seconds" qemu-system-x86_64 -M q35 -accel "$accel" -cpu "$cpu" -smp 2 -m "$mib" \

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the tests of RDMA in a virtual machine that has a device (rdma-vm.sh). Usage: test-verbs.sh VENV [TESTS...]
 #
-# What is missing is installed on Debian, as root. Exits 0 with a line SKIPPED and the reason where the machine can't be
-# had. One run is ended after 170 s, and tried once more: an emulated processor on a busy machine may be too slow.
+# Without TESTS, those of vm-tests.txt. What is missing is installed on Debian, as root. Exits 0 with a line SKIPPED and the
+# reason where the machine can't be had. One run is ended after VM_SECONDS (170), and tried once more: an emulated
+# processor on a busy machine may be too slow. The tests of a cluster need a quiet machine and more time, so they are
+# asked for by name: `VM_SECONDS=600 make test-verbs TESTS=tests/rdma/test_cluster_verbs.py`.
 set -uo pipefail
 
 cd "$(dirname "$0")/.."
 venv=$1
 shift
-[ $# -gt 0 ] || set -- tests/rdma
 packages=(qemu-system-x86 busybox-static cpio kmod iproute2 python3-pyverbs ibverbs-providers rdma-core)
 log=$(mktemp -d)
 trap 'rm -rf "$log"' EXIT
@@ -43,14 +44,29 @@ export PYTHONPATH=$log/path
 "$venv/bin/python" -c 'import pyverbs.device' 2>"$log/import" ||
     skip "the distribution's pyverbs is not for $("$venv/bin/python" -V): $(tail -n 1 "$log/import")"
 
-for attempt in 1 2; do
-    scripts/rdma-vm.sh -t 170 -- "$venv/bin/python" -m pytest -p no:cacheprovider --timeout 100 "$@" 2>"$log/vm"
+# Compiled here once: an emulated processor would take seconds for it, in each process.
+PYTHONDONTWRITEBYTECODE='' "$venv/bin/python" -m compileall -q tierfs mount dcp_compat tests
+
+run_once() {
+    scripts/rdma-vm.sh -m 2048 -t "${VM_SECONDS:-170}" -- \
+        "$venv/bin/python" -m pytest -p no:cacheprovider --timeout 150 "$@" 2>"$log/vm"
     code=$?
     cat "$log/vm" >&2
-    case $code in
-    0) exit 0 ;;
-    77) skip "$(tail -n 1 "$log/vm")" ;;
-    esac
-    [ "$attempt" = 2 ] || echo "tests of RDMA ended with $code: once more"
-done
-exit "$code"
+    [ "$code" != 77 ] || skip "$(tail -n 1 "$log/vm")"
+    return $code
+}
+
+run() {
+    run_once "$@" && return
+    echo "tests of RDMA ended with $code: once more"
+    run_once "$@" || exit $code
+}
+
+if [ $# -gt 0 ]; then
+    run "$@"
+else
+    while read -r line <&3; do
+        read -r -a tests <<<"${line%%#*}"
+        [ "${#tests[@]}" = 0 ] || run "${tests[@]}"
+    done 3<scripts/vm-tests.txt
+fi

@@ -26,7 +26,7 @@ from typing import Any
 from mount.cli.client import request
 from mount.runtime import Instance as Runtime
 from rig.cluster_etcd import ClusterEtcd, etcd_on
-from rig.instance import TIERFS, CommandFailed, Instance, wait_until
+from rig.instance import COMMAND_TIMEOUT_S, MOUNT_S, TIERFS, CommandFailed, Instance, wait_until
 from rig.network import Host, Network, dead_tags, namespaces, remove_namespaces, run
 from tierfs.errors import TierfsError
 
@@ -78,8 +78,10 @@ class Node(Instance):
     def mount(self) -> None:
         self.mountpoint.mkdir(parents=True, exist_ok=True)
         options = ",".join(f"{key}={value}" for key, value in self.options.items())
-        command = self.host.command(TIERFS, "mount", self.mountpoint, "-o", options)
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        command = self.host.command(TIERFS, "mount", self.mountpoint, "-o", options, "--timeout", str(MOUNT_S))
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
+        )
         # 3: mounted, with problems of its own, such as an etcd that can't be reached
         if done.returncode not in (0, 3):
             raise CommandFailed(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}\n{self.log()}")
