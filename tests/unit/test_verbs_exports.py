@@ -7,6 +7,7 @@ Run it longer with TIERFS_SOAK=1.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import tempfile
@@ -26,7 +27,8 @@ from hypothesis import strategies as st
 
 from tests.unit.step_driver import until
 from tests.unit.verbs_bench import Bench, mapped_inodes
-from tierfs.transport import verbs_exports
+from tests.unit.verbs_double import DoubleRegion
+from tierfs.transport import verbs_exports, verbs_windows
 from tierfs.transport.verbs_exports import Export, Exports, NotExported
 
 SOAK = os.environ.get("TIERFS_SOAK") == "1"
@@ -387,6 +389,118 @@ async def test_a_fence_waits_for_what_is_being_registered_and_nobody_gets_it(fol
             assert done == []
             bench.held_up.set()
         assert sorted(done) == ["fenced", "refused"]
+
+
+async def test_a_fence_does_not_wait_for_what_others_register(folder: Path) -> None:
+    bench = Bench(LIMIT)
+    bench.held_up = threading.Event()
+    files = [File(folder / name) for name in "abcd"]
+    async with exporting(bench) as exports:
+        driver = Driver(bench, exports, files)
+        given: list[Export | None] = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask(file: File) -> None:
+                given.append(await driver.ask(file, 0, 9, growing=False))
+
+            for seed, file in enumerate(files):
+                file.write(seed)
+                nursery.start_soon(ask, file)
+                await trio.testing.wait_all_tasks_blocked()
+            await until(lambda: bench.threads.available_tokens == 0, "all threads are busy")
+            driver.withdraw(files[3])
+            await exports.fence(files[3].ino)
+            await until(lambda: given == [None], "who waited for a thread is refused")
+            bench.held_up.set()
+        assert None not in given[1:] and len(given) == 4
+
+
+async def test_a_device_that_does_not_answer_holds_nobody_up_for_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(verbs_exports, "FENCE_WITHIN_S", 0.05)
+    bench = Bench(LIMIT)
+    async with one_file(folder, bench) as driver:
+        file = driver.files[0]
+        assert await driver.ask(file, 0, 9, growing=False) is not None
+        bench.held_up = threading.Event()
+        with trio.fail_after(5):
+            await driver.exports.fence(driver.withdraw(file))
+        assert "still registered" in caplog.text and file.ino in mapped_inodes()
+        bench.held_up.set()
+        await until(lambda: file.ino not in mapped_inodes(), "it is given back in the end")
+
+
+async def test_however_small_files_are_they_take_no_more_than_so_many_descriptors_and_mappings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs_exports, "MOST_WINDOWS", 5)
+    bench = Bench(1 << 30)
+    files = [File(folder / str(seed)) for seed in range(20)]
+    async with exporting(bench) as exports:
+        driver = Driver(bench, exports, files)
+        monkeypatch.setattr(exports, "_most_bytes", 1 << 30)
+        for seed, file in enumerate(files):
+            file.write(seed)
+        for file in files:
+            assert await driver.ask(file, 0, 9, growing=False) is not None
+            driver.give_back(0)
+            assert len({file.ino for file in files} & set(mapped_inodes())) <= 5
+        for file in files[:5]:
+            assert await driver.ask(file, 0, 9, growing=False) is not None
+        assert await driver.ask(files[5], 0, 9, growing=False) is None, "all are in use"
+        driver.give_back(0)
+        assert await driver.ask(files[5], 0, 9, growing=False) is not None
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+async def test_a_device_that_fails_as_nobody_thought_of_loses_nothing_of_the_others(folder: Path, broken: int) -> None:
+    bench = Bench(LIMIT)
+
+    def register(address: int, length: int, *, remote: bool) -> DoubleRegion:
+        raise TypeError("of another pyverbs")
+
+    for port in bench.all[-broken:]:
+        port.register = register  # type: ignore[method-assign]
+    async with one_file(folder, bench) as driver:
+        export = await driver.ask(driver.files[0], 0, 9, growing=False)
+        assert (export is not None) == (broken == 1)
+        assert bench.fabric.registered == len(bench.all) - broken
+
+
+async def test_a_time_that_can_not_be_set_back_loses_nothing_that_was_registered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(LIMIT)
+    async with one_file(folder, bench) as driver:
+        file = driver.files[0]
+        taken = bench.all[0].register
+
+        def register(address: int, length: int, *, remote: bool) -> DoubleRegion:
+            with file.path.open("r+b") as opened:
+                opened.write(file.content[:1])
+            return taken(address, length, remote=remote)
+
+        def utime(*args: object, **how: object) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(bench.all[0], "register", register)
+        monkeypatch.setattr(os, "utime", utime)
+        assert await driver.ask(file, 0, 9, growing=False) is not None
+        assert bench.fabric.registered == 2
+        await driver.exports.fence(driver.withdraw(file))
+        assert bench.fabric.registered == 0
+
+
+async def test_a_kernel_that_can_not_map_pages_ahead_lets_them_be_registered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def populate(address: int, length: int, *, writing: bool) -> None:
+        raise OSError(errno.EINVAL, "before Linux 5.14")
+
+    monkeypatch.setattr(verbs_windows, "populate", populate)
+    async with one_file(folder, Bench(LIMIT)) as driver:
+        assert await driver.ask(driver.files[0], 0, 9, growing=False) is not None
 
 
 async def test_another_version_of_an_inode_that_nobody_told_of_gets_memory_of_its_own(

@@ -6,8 +6,9 @@ for others (the one that was used longest ago goes), or until the file leaves. O
 was asked for is registered, and given back when the connection asks for another.
 
 What this promises to those who own the files: after `fence` nothing of the inode is registered or mapped but what was
-asked for afterwards. `leave` begins the same and does not wait. A window is given only for the inode that the shelf
-opened for the request, so there is none of a version that the shelf does not give out any more.
+asked for afterwards. It waits for one registration at most, not for those that others wait for, and for a device that
+does not answer only `FENCE_WITHIN_S`. `leave` begins the same and does not wait. A window is given only for the inode
+that the shelf opened for the request, so there is none of a version that the shelf does not give out any more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import logging
 import math
 import os
+import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +34,15 @@ log = logging.getLogger("tierfs.transport")
 LOOK_EVERY_S = 1.0
 #: Where a device takes no more, one part in so many of the windows that nobody uses goes.
 _SHARE_THROWN_OUT = 2
+#: A fence takes milliseconds. EFA's driver waits 3 s for a command of its device (ADMIN_CMD_TIMEOUT_US, efa_com.c).
+FENCE_WITHIN_S = 10.0
+#: Each has a mapping, and each file a descriptor, whatever few bytes it holds. The kernel gives 65530 mappings
+#: (vm.max_map_count), and most descriptors are for the files that programs use.
+MOST_WINDOWS = 2048
+_DESCRIPTORS_A_WINDOW = 16
+#: Those that close do not wait for those that register.
+_CLOSING_THREADS = 4
+_ALL_IN_USE = "as much is in use there as may be registered"
 _LEAVES = "the file is about to be changed or removed"
 
 
@@ -52,7 +63,13 @@ class Export(Window):
         self.kept = kept
         self.users = 0
         self.lock = trio.Lock()
-        self.is_closed = False
+        self.closed = trio.Event()
+        #: Around the wait for a thread that registers it.
+        self.queueing: trio.CancelScope | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed.is_set()
 
 
 class _File:
@@ -87,7 +104,9 @@ class Exports:
         self._idle: dict[Export, None] = {}
         self._to_close: dict[Export, None] = {}
         self._work = trio.Event()
-        self._is_running = False
+        self._windows = 0
+        self._closers = trio.CapacityLimiter(_CLOSING_THREADS)
+        self._nursery: trio.Nursery | None = None
         self._troubled: set[OpenPort] = set()
         #: A removed file's room came back only now.
         self.on_freed: Callable[[], None] = lambda: None
@@ -107,13 +126,15 @@ class Exports:
         Some of the ports may not have it. NotExported.
         """
         try:
-            if not self._is_running:
+            if self._nursery is None:
                 raise NotExported("nothing is exported by this node now")
             window = self._window(fd, version, offset, length, growing=growing)
             self._idle.pop(window, None)
             window.users += 1
             try:
                 async with window.lock:
+                    if not window.regions:
+                        await self._make_place()
                     await self._register(window, [each for each in ports if each not in window.regions])
                 if window.file.has_left:
                     raise NotExported(_LEAVES)
@@ -156,19 +177,31 @@ class Exports:
         file.windows.clear()
         for window in file.open:
             self._close_soon(window)
+            if window.queueing is not None:
+                window.queueing.cancel()
 
     async def fence(self, ino: int) -> None:
-        """The same, now: when this returns, nothing of the inode is registered or mapped."""
+        """The same, now: when this returns, nothing of the inode is registered or mapped.
+
+        But where a device does not answer: then it is told in the log, and who READs meanwhile may get bytes that are
+        no version's. Their memory is given to nobody else until the device does.
+        """
         self.leave(ino)
-        for file in [each for each in self._leaving if each.ino == ino]:
-            for window in list(file.open):
-                await self._close(window)
+        left = [window for file in self._leaving if file.ino == ino for window in file.open]
+        with trio.move_on_after(FENCE_WITHIN_S) as patience:
+            for window in left:
+                if self._nursery is not None:  # else `run` closes them at its end
+                    self._nursery.start_soon(self._close, window)
+            for window in left:
+                await window.closed.wait()
+        if patience.cancelled_caught:
+            log.error("memory is still registered %g s after it was to be given back", FENCE_WITHIN_S)
 
     async def free_tree(self, path: Path) -> None:
         """A file, or all below a directory, is about to be removed: a fence for each inode. OSError."""
         if not self._files and not self._leaving:
             return
-        below = await trio.to_thread.run_sync(_inodes_below, path, limiter=self._fabric.threads)
+        below = await trio.to_thread.run_sync(_inodes_below, path, limiter=self._closers)
         for ino in below & {file.ino for file in (*self._files.values(), *self._leaving)}:
             await self.fence(ino)
 
@@ -179,16 +212,17 @@ class Exports:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; nothing is registered any more then."""
-        self._is_running = True
         try:
-            task_status.started()
-            while True:
-                self._work = trio.Event()
-                await self._round()
-                with trio.move_on_after(LOOK_EVERY_S if self._files else math.inf):
-                    await self._work.wait()
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                task_status.started()
+                while True:
+                    self._work = trio.Event()
+                    await self._round()
+                    with trio.move_on_after(LOOK_EVERY_S if self._files else math.inf):
+                        await self._work.wait()
         finally:
-            self._is_running = False
+            self._nursery = None
             # Pages that stay registered would stay locked; each call ends, since the kernel's does.
             with trio.CancelScope(shield=True):
                 for ino in list(self._files):
@@ -225,8 +259,9 @@ class Exports:
         async with window.lock:
             if window.is_closed:
                 return
-            await trio.to_thread.run_sync(window.close, limiter=self._fabric.threads)
-            window.is_closed = True
+            await trio.to_thread.run_sync(window.close, limiter=self._closers)
+            window.closed.set()
+            self._windows -= 1
             for port in window.regions:
                 self._unreserve(port, window)
             window.regions.clear()
@@ -247,7 +282,7 @@ class Exports:
         async with window.lock:
             left = [each for each in window.regions if each in ports]
             if left and not window.is_closed:
-                await trio.to_thread.run_sync(window.deregister, left, limiter=self._fabric.threads)
+                await trio.to_thread.run_sync(window.deregister, left, limiter=self._closers)
                 for port in left:
                     del window.regions[port]
                     self._unreserve(port, window)
@@ -255,6 +290,15 @@ class Exports:
             self._close_soon(window)
 
     # --- inside: registering
+
+    async def _make_place(self) -> None:
+        """For one more, with those that are open already and not about to be closed. NotExported."""
+        while self._windows - len(self._to_close) > most_windows():
+            oldest = next(iter(self._idle), None)
+            if oldest is None:
+                raise NotExported(_ALL_IN_USE)
+            self._close_soon(oldest)
+            await self._close(oldest)
 
     def _window(self, fd: int, version: str, offset: int, length: int, *, growing: bool) -> Export:
         """Without a checkpoint from the shelf's answer to here, so what leaves afterwards finds the window."""
@@ -280,6 +324,7 @@ class Exports:
             window = Export(file, start, min(WINDOW_BYTES, info.st_size - start), kept=True)
             file.windows[at] = window
         file.open.add(window)
+        self._windows += 1
         return window
 
     def _open(self, fd: int, ino: int) -> _File:
@@ -309,7 +354,7 @@ class Exports:
             if failed:
                 number = next(iter(failed.values())).errno or 0
                 raise NotExported(f"it can't be registered there: {os.strerror(number)}")
-            raise NotExported("as much is in use there as may be registered")
+            raise NotExported(_ALL_IN_USE)
 
     async def _try_register(self, window: Export, ports: Sequence[OpenPort]) -> dict[OpenPort, OSError]:
         """Returns which did not take it. Those for which there is no room are in neither."""
@@ -323,14 +368,17 @@ class Exports:
             if not reserved:
                 return {}
             register = partial(window.register, window.file.fd, reserved, keep_time=window.kept)
-            made, failed = await trio.to_thread.run_sync(register, limiter=self._fabric.threads)
-            window.regions.update(made)
-            return failed
+            with trio.CancelScope() as window.queueing:
+                made, failed = await trio.to_thread.run_sync(register, limiter=self._fabric.threads)
+                window.regions.update(made)
+                return failed
+            raise NotExported(_LEAVES)
         except HasHole:
             raise NotExported("part of it was never written") from None
         except OSError as error:
             raise NotExported(f"the file can't be mapped there: {error.strerror}") from None
         finally:
+            window.queueing = None
             for port in reserved:
                 if port not in window.regions:
                     self._unreserve(port, window)
@@ -371,6 +419,12 @@ class Exports:
             if port not in self._troubled and not port.gone:
                 self._troubled.add(port)
                 log.warning("other nodes can't read all of this node's files by RDMA: %s", error.strerror or error)
+
+
+def most_windows() -> int:
+    """As many may be open at a time, of files however small."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_WINDOWS if soft == resource.RLIM_INFINITY else min(MOST_WINDOWS, soft // _DESCRIPTORS_A_WINDOW)
 
 
 def _inodes_below(path: Path) -> set[int]:

@@ -7,6 +7,7 @@ its windows are closed before (`tierfs.transport.verbs_exports`).
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -56,11 +57,14 @@ class Window:
             # Locking a page is a write to it, and one to a page that isn't mapped yet sets the file's time
             # (fault_dirty_shared_page in mm/memory.c). Reading maps the pages of a tmpfs for writing as well, and does
             # not. It is also done without the interpreter lock, and leaves little to do for those who hold it.
-            populate(self._address, self.length, writing=False)
+            _populate(self._address, self.length)
             return self._register(self._address, ports)
         finally:
             if keep_time and os.fstat(fd).st_mtime_ns != before.st_mtime_ns:  # pages went to swap meanwhile, say
-                os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+                try:
+                    os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+                except OSError as error:  # nobody may lose what was registered by it
+                    log.warning("a file's time was changed by registering its memory: %s", error)
 
     def _register(
         self, address: int, ports: Sequence[OpenPort]
@@ -72,6 +76,10 @@ class Window:
                 made[each] = each.port.register(address, self.length, remote=True)
             except OSError as error:
                 failed[each] = error
+            except Exception as error:
+                # Of a pyverbs that nobody tried. What others made must not be lost: it would stay registered.
+                log.exception("memory can't be registered with %s", each.name)
+                failed[each] = OSError(errno.EIO, f"{type(error).__name__}: {error}")
         return made, failed
 
     def remote(self, port: OpenPort, offset: int, length: int) -> Remote | None:
@@ -95,3 +103,12 @@ class Window:
         self.deregister(self.regions)
         self._mapping.close()
         self._address = None
+
+
+def _populate(address: int, length: int) -> None:
+    """OSError (EFAULT: the file was cut)."""
+    try:
+        populate(address, length, writing=False)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 5.14: it takes longer, and may set the file's time
+            raise
