@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rig.tcp_proxy import TcpProxy
-from tests.unit.verbs_double import DoubleLink
+from tests.unit.verbs_double import DoubleLink, DoublePort
 from tierfs.checksum import checksum_fd
 from tierfs.errors import NoRoom, PeerLacks, PeerUnavailable
 from tierfs.settings import Settings
 from tierfs.transport import client, verbs, verbs_fabric, verbs_serving
 from tierfs.transport.peers import MOST_PULL_BYTES, Pulled
+from tierfs.transport.verbs_messages import Exported
 from tierfs.transport.verbs_port import Kind
 from transport.nodes import (
     ASKER,
@@ -453,6 +455,72 @@ async def test_what_can_not_be_read_comes_by_tcp_without_a_failure(
         await pull_all(both, whole, data, target)
         assert told(both)["transport"] == "tcp" and "no room" in told(both)["reason"]
         assert told(both)["fallbacks"] == {"no_memory": 1}
+
+
+@pytest.mark.parametrize(
+    ("growing", "size_bytes", "given"), [(True, 1 << 40, 0), (False, 1 << 40, 0), (False, 1 << 40, 7)]
+)
+async def test_a_holder_that_gives_nothing_or_drop_by_drop_is_not_asked_for_ever(
+    settings: Settings, shelf: FolderShelf, target: int, growing: bool, size_bytes: int, given: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    data = random.Random(3).randbytes(MIB)
+    version = shelf.add(data)
+    export = verbs_serving.VerbsSession.export
+
+    async def lie(
+        session: verbs_serving.VerbsSession, version: str, offset: int, length: int, *, growing: bool
+    ) -> Exported:
+        exported = await export(session, version, offset, length, growing=growing)
+        return replace(exported, size_bytes=size_bytes, length=given)
+
+    monkeypatch.setattr(verbs_serving.VerbsSession, "export", lie)
+    async with rdma_pair(shelf, settings, Rdma(1, ["rc"], ["rc"])) as both:
+        if growing:
+            assert await both.peers.pull(HOLDER, version, 0, MIB, target, growing=True) == Pulled(0, 0)
+        else:
+            await pull_all(both, version, data, target)
+            assert told(both)["fallbacks"] == {"failed": 1}
+
+
+@pytest.mark.parametrize("node", [HOLDER, ASKER])
+@pytest.mark.parametrize("what", ["link", "connect", "read", "register", "completions"])
+async def test_a_device_that_fails_as_nobody_thought_of_costs_no_pull(
+    settings: Settings, shelf: FolderShelf, target: int, node: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random.Random(3).randbytes(2 * MIB)
+    version = shelf.add(data)
+    whose = DoubleLink if what in ("connect", "read") else DoublePort
+    taken = getattr(whose, what)
+    is_broken = False
+
+    def fail(device: Any, *args: Any, **how: Any) -> Any:
+        port = device.port if isinstance(device, DoubleLink) else device
+        if is_broken and port.gid.startswith(node):
+            raise TypeError("of another pyverbs")
+        return taken(device, *args, **how)
+
+    monkeypatch.setattr(whose, what, fail)
+    async with rdma_pair(shelf, settings, Rdma(1, ["srd"], ["srd"])) as both:
+        is_broken = True
+        await pull_all(both, version, data, target)
+        is_broken = False
+
+
+async def test_what_fails_each_time_is_told_once(
+    settings: Settings, shelf: FolderShelf, target: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = random.Random(3).randbytes(9 * MIB)
+    version = shelf.add(data)
+    rdma = Rdma(1, ["srd", "srd"], ["srd", "srd"])
+    async with rdma_pair(shelf, settings, rdma) as both:
+        for port in rdma.opened:
+            if port.gid == f"{ASKER}0":
+                port.most_bytes = 0
+        for _ in range(3):
+            await pull_all(both, version, data, target)
+        assert told(both)["fallbacks"] == {} and told(both)["pulls"] == 3
+    assert len([each for each in caplog.records if "no memory to READ into" in each.message]) == 1
 
 
 async def test_no_room_here_is_told_and_no_failure_of_the_other_node(settings: Settings, shelf: FolderShelf) -> None:

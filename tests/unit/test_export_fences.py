@@ -9,19 +9,25 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
 
 from tests.unit.step_driver import Driver, until
 from tests.unit.verbs_bench import Bench, mapped_inodes
+from tierfs.cluster import transport
 from tierfs.cluster.copies import Copies
+from tierfs.cluster.own_copies import OwnFirst
 from tierfs.cluster.versions import write_version
 from tierfs.errors import PeerLacks
+from tierfs.hydrate.hydration import Hydration
+from tierfs.hydrate.source import Source
+from tierfs.ram.tier import RamTier
 from tierfs.transport.verbs_exports import Exports
 from tierfs.transport.verbs_messages import Exported, Proposal
 from tierfs.transport.verbs_port import LinkAddress
-from tierfs.transport.verbs_serving import VerbsServing, VerbsSession
+from tierfs.transport.verbs_serving import VerbsSession
 
 KEY = ("run", "step_1")
 DATA = os.urandom(70_000)
@@ -60,9 +66,12 @@ async def running(top: Path) -> AsyncIterator[Node]:
     bench = Bench(1 << 30)
     files = Driver(top / "tier")
     copies = Copies(files.registry, "a")
-    serving = VerbsServing(copies, bench, most_registered_bytes=1 << 30)
-    copies.on_left = serving.exports.leave
-    files.registry.before_freeing = serving.exports.free_tree
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(transport, "Devices", lambda peer: bench)
+    wired = transport.Transport(copies, files.registry.settings, "a", lambda node: ())
+    monkeypatch.undo()
+    wired.follow(files.registry, copies, Hydration(files.registry, OwnFirst(cast("Source", None), copies)))
+    serving = wired.serving
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             await nursery.start(serving.run)
@@ -139,6 +148,22 @@ async def test_a_replica_that_got_a_name_in_the_tree_stays_registered(top: Path)
         node.copies.unshelve(KEY, version, shown)
         assert not place.exists()
         assert (await node.export(version)).remotes == exported.remotes
+
+
+async def test_room_of_a_removed_file_is_told_of_when_its_memory_came_back(
+    top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(RamTier, "released_room", lambda tier: told.append(ino in mapped_inodes()))
+    async with running(top) as node:
+        path, version = node.in_tree()
+        ino = path.lstat().st_ino
+        await node.export(version)
+        told.clear()
+        path.unlink()
+        node.exports.look_soon()
+        await until(lambda: told, "there is room")
+        assert told == [False]
 
 
 async def test_the_trash_is_freed_only_after_its_memory_was_given_back(top: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import trio
@@ -99,6 +101,27 @@ async def test_a_device_that_goes_is_closed_when_nobody_has_anything_of_it_and_u
     assert all(each.is_closed for each in machine.opened) and len(machine.opened) == 3
 
 
+@pytest.mark.parametrize("what", ["arm", "completions", "close"])
+async def test_a_device_that_fails_as_nobody_thought_of_is_one_that_went(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(present=["efa0", "efa1"])
+    async with running(machine.devices()) as devices:
+        first, port = devices.ports[0], machine.opened[0]
+
+        def fail() -> None:
+            raise TypeError("of another pyverbs")
+
+        setattr(port, what, fail)
+        if what == "close":
+            port.remove()
+        else:
+            os.eventfd_write(port.fd, 1)
+        await until(lambda: first.gone, "it is gone")
+        await until(lambda: names(devices) == ["efa0", "efa1"], "it is used again")
+        assert devices.ports[0] is not first and "Traceback" in caplog.text
+
+
 async def test_devices_are_looked_for_until_there_are_some(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierfs.transport")
     machine = Machine()
@@ -122,9 +145,8 @@ async def test_devices_are_looked_for_until_there_are_some(caplog: pytest.LogCap
         await until(lambda: devices.reason == "there is no RDMA device here", "all are gone")
     assert [record.levelname for record in caplog.records].count("WARNING") == 2, "those that went"
     told = [record.message for record in caplog.records if "files come by" in record.message]
-    assert len(told) == len(set(told)) + 1 and told[0] == told[-1] == (
-        "files come by TCP: there is no RDMA device here"
-    ), "one line for each change"
+    assert all(one != other for one, other in pairwise(told)), "one line for each change"
+    assert told[0] == told[-1] == "files come by TCP: there is no RDMA device here"
 
 
 async def test_where_rdma_is_wanted_its_lack_is_a_warning_and_by_tcp_nobody_looks(

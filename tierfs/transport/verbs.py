@@ -19,7 +19,7 @@ import trio
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
 from tierfs.checksum import FileChecksum, combine
-from tierfs.errors import PeerLacks, PeerRefused, PeerUnavailable
+from tierfs.errors import PeerLacks, PeerRefused, PeerUnavailable, TierfsError
 from tierfs.settings import Settings
 from tierfs.transport.bulk import Received, write_piece
 from tierfs.transport.client import TcpPeers
@@ -43,6 +43,8 @@ STALL_S = 5.0
 #: Paths and buffers that nobody uses are kept for so long, and looked at so often.
 IDLE_S = 30.0
 _LOOK_S = 5.0
+#: A pull of 64 MiB lies in two windows of the holder's. One that gives it in more pieces than so many is refused.
+_MOST_ANSWERS = 16
 #: Of all nodes together, and as many urgent ones: each takes two buffers and a thread.
 _MOST_PULLS = 16
 #: How long an end waits for pulls that are being cancelled.
@@ -250,6 +252,11 @@ class VerbsPeers:
                 self._fall_back(peer, pulling, "failed", str(error))
             except PeerUnavailable as error:
                 self._fall_back(peer, pulling, "connection", error.message)
+            except (OSError, TierfsError):
+                raise
+            except Exception as error:  # of a device, or of a pyverbs that nobody tried
+                log.exception("reading from %s by RDMA failed in a way that nobody thought of", pulling.node)
+                self._fall_back(peer, pulling, "failed", f"{type(error).__name__}: {error}")
             finally:
                 if path is not None:
                     self._give_back(peer, path, is_kept=is_kept)
@@ -258,7 +265,9 @@ class VerbsPeers:
     async def _receive(self, peer: _Peer, path: Path, pulling: _Pull) -> bool:
         """False: the other node gives a part of it by TCP only."""
         done = pulling.received
-        while done.length < pulling.length:
+        for _ in range(_MOST_ANSWERS):
+            if done.length == pulling.length:
+                return True
             at, missing = pulling.offset + done.length, pulling.length - done.length
             exported = await self.tcp.export(
                 path.connection, pulling.version, at, missing, growing=pulling.growing, links=len(path.ways)
@@ -267,12 +276,14 @@ class VerbsPeers:
                 peer.fallbacks["not_given"] += 1
                 log.debug("%s gives %s by TCP: %s", pulling.node, pulling.version, exported.reason)
                 return False
+            if not exported.length and not pulling.growing:
+                raise PeerRefused(f"{pulling.node} gives nothing of {pulling.version} at {at}")
             if exported.length:
                 await self._read(peer, path, exported, pulling)
-            elif not pulling.growing:
-                raise PeerRefused(f"{pulling.node} gives nothing of {pulling.version} at {at}")
-            if pulling.growing and at + exported.length >= exported.size_bytes:
+            if pulling.growing and (not exported.length or at + exported.length >= exported.size_bytes):
                 return True
+        if done.length < pulling.length:
+            raise PeerRefused(f"{pulling.node} gives {pulling.version} in pieces that are too small")
         return True
 
     async def _read(self, peer: _Peer, path: Path, exported: Exported, pulling: _Pull) -> None:

@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import trio
 
@@ -62,6 +63,8 @@ class Buffers:
         self._fabric = fabric
         self._idle: list[Buffer] = []
         self._is_closed = False
+        #: Devices that took no memory when they were last asked: told once.
+        self._troubled: WeakSet[OpenPort] = WeakSet()
 
     async def take(self, ports: Sequence[OpenPort]) -> Buffer:
         """One that is registered with all of the ports that have room for it, one at the least. NoBuffer."""
@@ -124,13 +127,15 @@ class Buffers:
                 lambda: port.port.register(buffer.address, BUFFER_BYTES, remote=False), limiter=self._fabric.threads
             )
         except OSError as error:
-            log.warning("no memory to READ into: %s", error)
+            log.log(logging.DEBUG if port in self._troubled else logging.WARNING, "no memory to READ into: %s", error)
+            self._troubled.add(port)
             return str(error)
         finally:
             if region is None:
                 self._fabric.release(port)
             else:
                 buffer.regions[port] = region
+        self._troubled.discard(port)
         return ""
 
     def _deregister(self, buffer: Buffer, regions: Sequence[Region]) -> None:

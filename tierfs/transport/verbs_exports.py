@@ -198,10 +198,14 @@ class Exports:
             log.error("memory is still registered %g s after it was to be given back", FENCE_WITHIN_S)
 
     async def free_tree(self, path: Path) -> None:
-        """A file, or all below a directory, is about to be removed: a fence for each inode. OSError."""
+        """A file, or all below a directory, is about to be removed: a fence for each inode. OSError; gone already is
+        fine."""
         if not self._files and not self._leaving:
             return
-        below = await trio.to_thread.run_sync(_inodes_below, path, limiter=self._closers)
+        try:
+            below = await trio.to_thread.run_sync(_inodes_below, path, limiter=self._closers)
+        except FileNotFoundError:
+            return
         for ino in below & {file.ino for file in (*self._files.values(), *self._leaving)}:
             await self.fence(ino)
 
@@ -418,7 +422,11 @@ class Exports:
         for port, error in failed.items():
             if port not in self._troubled and not port.gone:
                 self._troubled.add(port)
-                log.warning("other nodes can't read all of this node's files by RDMA: %s", error.strerror or error)
+                log.warning(
+                    "other nodes can't read all of this node's files by RDMA: %s",
+                    error.strerror or error,
+                    exc_info=error.__cause__,
+                )
 
 
 def most_windows() -> int:

@@ -230,7 +230,10 @@ class Devices:
         """One device, until it is gone and nobody has anything of it."""
         port = entry.open
         try:
-            await port.reader.run()
+            try:
+                await port.reader.run()
+            except Exception:  # of a pyverbs that nobody tried: TCP goes on
+                log.exception("%s failed in a way that nobody thought of", port.name)
             self.lost += 1
             self._missing.add(port.name)
             self._reason = port.gone
@@ -243,7 +246,10 @@ class Devices:
             if waiting.cancelled_caught:
                 log.warning("%s is closed though memory is registered with it", port.name)
             del self._in_use[port.name]
-            port.port.close()
+            try:
+                port.port.close()
+            except Exception:  # it is gone, say, and its driver fails for that
+                log.exception("%s did not close", port.name)
 
     def _tell(self) -> None:
         """Once for each change."""

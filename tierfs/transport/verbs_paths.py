@@ -88,8 +88,12 @@ class Path:
         """The ends here first: the other node closes its own when the connection ends."""
         ways, self.ways = self.ways, []
         for way in ways:
-            way.port.reader.close_link(way.link, "the path was closed")
-            self.fabric.release(way.port)
+            try:
+                way.port.reader.close_link(way.link, "the path was closed")
+            except Exception:  # the others must be closed all the same
+                log.exception("a link of %s did not close", way.port.name)
+            finally:
+                self.fabric.release(way.port)
         self.connection.close()
 
 

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import trio
 
@@ -44,6 +45,8 @@ class VerbsServing:
         self._sessions: set[VerbsSession] = set()
         self._is_running = False
         self._changed = trio.Event()
+        #: Devices that gave no link when they were last asked: told once.
+        self.without_links: WeakSet[OpenPort] = WeakSet()
 
     @property
     def links(self) -> int:
@@ -203,8 +206,13 @@ class VerbsSession:
         try:
             link = port.port.link()
         except OSError as error:
-            log.warning("no link for another node: %s", error.strerror or error)
+            is_told = port in self._serving.without_links
+            log.log(
+                logging.DEBUG if is_told else logging.WARNING, "no link for another node: %s", error.strerror or error
+            )
+            self._serving.without_links.add(port)
             return None, f"this node's device gives no further link: {error.strerror or error}"
+        self._serving.without_links.discard(port)
         self._fabric.keep(port)
         end = _End(port, link)
         try:
@@ -222,5 +230,7 @@ class VerbsSession:
             return
         try:
             end.link.close()
+        except Exception:  # the others must be closed all the same
+            log.exception("a link of %s did not close", end.port.name)
         finally:
             self._fabric.release(end.port)

@@ -78,8 +78,8 @@ class Window:
                 failed[each] = error
             except Exception as error:
                 # Of a pyverbs that nobody tried. What others made must not be lost: it would stay registered.
-                log.exception("memory can't be registered with %s", each.name)
                 failed[each] = OSError(errno.EIO, f"{type(error).__name__}: {error}")
+                failed[each].__cause__ = error
         return made, failed
 
     def remote(self, port: OpenPort, offset: int, length: int) -> Remote | None:
