@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcp_compat.prefetch import Prefetch, prefetch
+from dcp_compat.prefetching import Prefetch, prefetch
 from dcp_compat.saved_step import SavedStep
 from dcp_compat.steps import Step, latest, list_steps, namespace_path, step_path
 from dcp_compat.termination import persist_on_sigterm

@@ -55,7 +55,7 @@ def test_torchrun_prefetches_each_ranks_shard_before_the_script_asks(instance: I
         [
             sys.executable,
             "-m",
-            "dcp_compat.prefetch",
+            "dcp_compat.launch",
             "pre",
             tmp_path / "train.py",
             tmp_path / "marker",

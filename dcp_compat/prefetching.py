@@ -1,17 +1,11 @@
-"""Brings this rank's files of the newest step into RAM while the job is still starting.
-
-    torchrun --nproc-per-node 8 -m dcp_compat.prefetch run1 train.py --its-own arguments
-
-runs `train.py` as torchrun would, and meanwhile reads what the rank will load: a node that comes new into a job, or
-whose RAM is lost, has its shards by the time that NCCL is up. In a script it is `prefetch("run1")`.
+"""Brings this rank's files of the newest step into RAM while the job is still starting: a node that comes new into a
+job, or whose RAM is lost, has its shards by the time that NCCL is up.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import runpy
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,18 +82,3 @@ def _bring(path: Path) -> None:
         buffer = bytearray(_CHUNK_BYTES)
         while file.readinto(buffer):
             pass
-
-
-def main() -> None:
-    """`python -m dcp_compat.prefetch NAMESPACE SCRIPT [ARGUMENT...]`."""
-    if len(sys.argv) < 3:
-        raise SystemExit("usage: -m dcp_compat.prefetch NAMESPACE SCRIPT [ARGUMENT...]")
-    namespace, script = sys.argv[1:3]
-    prefetch(namespace)
-    sys.argv = sys.argv[2:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
