@@ -19,6 +19,7 @@ READ_BYTES = 1 << 20
 IDLE_S = 120.0
 #: A client that sends nothing of its body, or takes nothing of an answer, for so long is given up, seconds.
 STALL_S = 60.0
+_LINGER_S = 1.0
 
 _GONE = (trio.BrokenResourceError, trio.ClosedResourceError)
 
@@ -141,9 +142,11 @@ def _request(event: h11.Request) -> Request:
 
 
 async def close(stream: trio.SocketStream) -> None:
-    """The end of the connection, with the last answer delivered: a client that still sends would be reset."""
-    with trio.move_on_after(1.0), suppress(*_GONE):
-        await stream.send_eof()
-        while await stream.receive_some(READ_BYTES):
-            pass
-    await trio.aclose_forcefully(stream)
+    """The end of the connection once the last answer is delivered: who still sends would be reset. Cancelled: at once."""
+    try:
+        with trio.move_on_after(_LINGER_S), suppress(*_GONE):
+            await stream.send_eof()
+            while await stream.receive_some(READ_BYTES):
+                pass
+    finally:
+        await trio.aclose_forcefully(stream)

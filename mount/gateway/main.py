@@ -65,8 +65,7 @@ class Gateway:
             except Exception:
                 log.exception("a connection failed")
             finally:
-                with trio.CancelScope(shield=True):
-                    await close(stream)
+                await close(stream)
 
     async def _one(self, exchange: Exchange) -> bool:
         what = "the request"
@@ -121,7 +120,9 @@ def main() -> int:
         stack.callback(log.info, "ended")
         try:
             tree = Tree(Path(record.mountpoint))
-            service = Service(tree, Daemon(instance), allow_reset=settings.gateway.allow_reset)
+            # As long as a completing rename waits for files that other nodes are still sealing.
+            wait_s = settings.cluster.wait_s if settings.catalog else 0.0
+            service = Service(tree, Daemon(instance), allow_reset=settings.gateway.allow_reset, wait_s=wait_s)
             addresses = split_setting(settings.gateway.listen, "gateway.listen")
             trio.run(Gateway(tree, service).run, addresses, int(os.environ.pop(READY_FD)))
         except (OSError, TierfsError) as error:

@@ -48,11 +48,12 @@ _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
 class Service:
     """Answers for one mount."""
 
-    def __init__(self, tree: Tree, daemon: Daemon, *, allow_reset: bool) -> None:
+    def __init__(self, tree: Tree, daemon: Daemon, *, allow_reset: bool, wait_s: float) -> None:
+        """`wait_s`: see `Shards`."""
         self._tree = tree
         self._daemon = daemon
         self._namespaces = Namespaces(tree, daemon)
-        self._shards = Shards(tree, daemon)
+        self._shards = Shards(tree, daemon, wait_s=wait_s)
         self._allow_reset = allow_reset
         self._threads = trio.CapacityLimiter(THREADS)
         self._locks: WeakValueDictionary[str, trio.Lock] = WeakValueDictionary()

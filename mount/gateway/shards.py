@@ -12,6 +12,7 @@ import binascii
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ log = logging.getLogger("tierfs.gateway")
 ALGORITHM = "xxh3_128"
 _NOTE_BYTES = 4096
 _PIECE_BYTES = 4 << 20
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,15 @@ class Found:
 
 
 class Shards:
-    """Reads, deletes and completes; `Incoming` writes."""
+    """Reads, deletes and completes; `Incoming` writes.
 
-    def __init__(self, tree: Tree, daemon: Daemon) -> None:
+    What other nodes' gateways have just received may be seen here a moment later: it is waited for for `wait_s`.
+    """
+
+    def __init__(self, tree: Tree, daemon: Daemon, *, wait_s: float = 0.0) -> None:
         self._tree = tree
         self._daemon = daemon
+        self._wait_s = wait_s
 
     @contextmanager
     def found(self, place: Place) -> Iterator[Found]:
@@ -159,11 +165,10 @@ class Shards:
         with self._tree.file(place.rel, os.O_RDONLY) as fd:
             size_bytes = os.fstat(fd).st_size
             note = self.note(place)
+            if note is None and is_whole(self._daemon.step(place.step_rel)):
+                note = _sum_up(fd)  # steps that were imported have no notes
             if note is None or note.size_bytes != size_bytes:
-                # Steps that were imported have no notes.
-                if not is_whole(self._daemon.step(place.step_rel)):
-                    raise FileNotFoundError(place.rel)
-                note = _sum_up(fd)
+                raise FileNotFoundError(place.rel)
             yield Found(fd, note)
 
     def note(self, place: Place) -> Note | None:
@@ -186,9 +191,11 @@ class Shards:
     def complete(self, place: Place) -> None:
         """Makes the step of a shard that just came complete, where it was the last one. Refusal where it can't be,
         which concerns only who sent the last rank: that is the library's last word of a step."""
-        # The metadata comes last, so that the other ranks' puts look for one name only.
-        if any(self._tree.size(place.of_rank(rank).note_rel) is None for rank in reversed(range(place.ranks))):
-            return
+        deadline = time.monotonic() + (self._wait_s if place.is_last else 0.0)
+        while self._lacks_shard(place):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK_S)
         if not place.is_last:
             step = self._daemon.step(place.step_rel)
             if step is None or step["overwriting"] or step["state"] == "complete":
@@ -202,6 +209,10 @@ class Shards:
             if place.is_last:
                 # Not a 500: the library's client swallows what is said with one.
                 raise Refusal(409, f"{place.step_rel} can't be completed: {why}") from None
+
+    def _lacks_shard(self, place: Place) -> bool:
+        # The metadata comes last, so that the other ranks' puts look for one name only.
+        return any(self._tree.size(place.of_rank(rank).note_rel) is None for rank in reversed(range(place.ranks)))
 
     def _commit(self, last: Place) -> None:
         if last.rank == 0:

@@ -25,10 +25,10 @@ def library_logs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def instance(scratch: Path, request: pytest.FixtureRequest) -> Iterator[Instance]:
-    """One with a gateway for all tests of a module, which asks for a size by SIZE and for settings by OPTIONS."""
+    """One with a gateway for all tests of a module, which asks for a size by INSTANCE_SIZE, settings by OPTIONS."""
     needs_fuse()
     options = {"gateway.listen": f"127.0.0.1:{free_port()}", **getattr(request.module, "OPTIONS", {})}
-    size = getattr(request.module, "SIZE", "1G")
+    size = getattr(request.module, "INSTANCE_SIZE", "1G")
     with mounted(scratch, f"gateway-{uuid.uuid4().hex[:8]}", size=size, options=options) as made:
         yield made
 

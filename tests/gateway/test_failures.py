@@ -4,20 +4,24 @@ and `TieredStorageReader`, which loses none."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_compat import TieredStorageReader, TieredStorageWriter
-from gateway.conftest import free_port
+from gateway.conftest import address, free_port
 from rig import checkpoints
 from rig.buckets import Bucket
 from rig.cluster import cluster
 from rig.cluster_steps import wait_latest, wait_replicated
 from rig.fault_proxy import FaultProxy, Rule
+from rig.instance import Instance
 from rig.object_fixtures import Mount, wait_persisted
 from rig.ranks import Rank, Seat, Table, run_ranks
 from rig.s3_servers import S3Server
@@ -104,6 +108,27 @@ def test_s3_that_fails_and_metadata_that_is_missing(
         run_ranks(with_a_bucket_that_takes_nothing, replace(job, namespace="job2"), root)
         proxy.rules.clear()
         wait_persisted(instance, "step_40")
+
+
+def save_and_lose_a_shard(rank: Rank, job: Job, root: str, backing: str) -> None:
+    job.enter()
+    for step in (10, 40):
+        job.save(step, step)
+        save_tiered(root, step)
+    if rank.rank == 0:
+        for lost in (f"{job.namespace}/step_40/rank_1/checkpoint.pt", f"{NAMESPACE}/step_40/__1_0.distcp"):
+            os.truncate(Path(backing) / lost, 1000)
+    dist.barrier()
+    with fails("a shard of the newest step can't be read, and the step before it is not tried"):
+        job.load()
+    job.check(10, step=10)
+    check_tiered(root, 10)
+
+
+def test_a_shard_that_is_lost_in_ram(instance: Instance) -> None:
+    """Behind the daemon's back, so that nobody knows of it before it is read."""
+    job = Job("job", gateway=address(instance), size_bytes=SIZE)
+    run_ranks(save_and_lose_a_shard, job, str(instance.mountpoint), str(instance.ram_path / "root"))
 
 
 def save_on_nodes(rank: Rank, job: Job) -> None:

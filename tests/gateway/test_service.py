@@ -27,7 +27,7 @@ _client: Any = pytest.importorskip(
 _errors: Any = pytest.importorskip("amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions")
 
 MIB = 1 << 20
-SIZE = "256M"
+INSTANCE_SIZE = "256M"
 
 MakeClient = Callable[..., Any]
 
