@@ -18,6 +18,7 @@ import trio
 from tests.unit.verbs_double import DoubleLink, DoublePort, Fabric, memory
 from tierfs.errors import PeerLacks, PeerRefused, PeerUnavailable
 from tierfs.settings import Settings
+from tierfs.transport import server
 from tierfs.transport.connection import Connection
 from tierfs.transport.frames import Kind as FrameKind
 from tierfs.transport.requests import Request
@@ -286,6 +287,31 @@ async def _fence_again_and_again(both: Rig, ino: int, dice: random.Random) -> No
     while True:
         await trio.sleep(dice.random() * 0.02)
         await both.serving.exports.fence(ino)
+
+
+async def test_a_connection_by_which_others_read_is_not_the_first_to_make_place(
+    settings: Settings, shelf: FolderShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random.Random(3).randbytes(MIB)
+    version = shelf.add(data)
+    async with rig(shelf, settings, ["srd"], ["srd"]) as both:
+        both.server._most = 3  # with the one that is waited for
+        path = await both.connection()
+        await path.link()
+        exported = await path.export(version, 0, MIB)
+        plain = await both.connection()
+        await plain.ask(Request("ping", 500))
+        other = await both.connection()
+        assert await other.ask(Request("ping", 500)) == {}
+        assert not plain.connection.is_quiet, "it was idle for the shortest time, and nobody reads by it"
+        assert await path.read(exported) == data and path.connection.is_quiet
+        monkeypatch.setattr(server, "READS_WITHIN_S", 0)
+        await other.ask(Request("ping", 500))
+        last = await both.connection()
+        assert await last.ask(Request("ping", 500)) == {}
+        await until(lambda: both.serving.links == 0, "nor does it stay for ever")
+        for each in (path, plain, other, last):
+            each.close()
 
 
 async def test_why_there_are_no_links_is_told_and_the_connection_serves_as_before(

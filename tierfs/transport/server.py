@@ -37,6 +37,8 @@ _LEAST_CONNECTIONS = 128
 IDLE_S = 120.0
 #: To whom proposes links to a node that does not use RDMA.
 NO_RDMA = "this node has no RDMA: it is not used here"
+#: A window of 64 MiB is READ and written in less, unless the bandwidth for it is limited.
+READS_WITHIN_S = 5.0
 _TELL_WITHIN_S = 1.0
 _BACKLOG = 512
 _PAUSE_S = 0.1
@@ -140,7 +142,7 @@ class TcpServer:
         """When all places are taken the connection that is idle longest goes; where all are busy, new ones wait."""
         while len(self._serving) >= self._most:
             idle = min((each for each in self._serving if each.idle_since is not None), default=None,
-                       key=lambda each: each.idle_since or 0.0)  # fmt: skip
+                       key=_Served.unused_since)  # fmt: skip
             if idle is not None:
                 idle.idle_since = None
                 idle.scope.cancel()
@@ -319,6 +321,11 @@ class _Served:
         self.scope = trio.CancelScope()
         self.idle_since: float | None = None
         self.links: LinkSession | None = None
+
+    def unused_since(self) -> float:
+        """Where it is idle. By its links the other node may READ what it was given last, which is not seen here."""
+        since = self.idle_since or 0.0
+        return since + READS_WITHIN_S if self.links is not None else since
 
 
 @asynccontextmanager
