@@ -110,6 +110,7 @@ class Driver:
                 except NotExported:
                     return None
                 assert changed == file.changed, "it was given after the file had left"
+                assert export.regions, "it was given with no device"
                 length = min(length, export.start + export.length - offset)
                 self.check(export, content, offset, length)
                 self.held.append((export, file, changed, offset, length))
@@ -120,8 +121,7 @@ class Driver:
 
     def check(self, export: Export, content: bytes, offset: int, length: int) -> None:
         assert length > 0
-        found = [export.remote(port, offset, length) for port in export.regions]
-        assert found
+        found = [export.remote(port, offset, length) for port in export.regions if not port.gone]
         for remote in found:
             assert remote is not None and remote.length == length
             region = self.bench.fabric.regions[remote.key]
@@ -132,8 +132,8 @@ class Driver:
     def give_back(self, index: int) -> None:
         if self.held:
             export, file, changed, offset, length = self.held.pop(index % len(self.held))
-            # Else all devices were lost, or a thread is about to unmap it.
-            if changed == file.changed and export.regions and not export.file.has_left:
+            # Else a thread may be about to unmap it.
+            if changed == file.changed and not export.file.has_left:
                 self.check(export, file.content, offset, length)
             self.exports.give_back(export)
 
