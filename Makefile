@@ -57,6 +57,9 @@ bench: setup ## measure against baselines taken in the same run; results go to b
 	$(RUN)/python -m pip install -q -r bench/requirements.txt
 	PYTHONPATH=tests $(RUN)/python bench/run.py
 
+bench-verbs: setup ## RDMA against ib_read_bw and TCP, in the virtual machine of test-verbs
+	scripts/test-verbs.sh $(VENV) --bench
+
 soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads and of nodes
 	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py tests/mount/test_channel.py --timeout 3600 -v -rP
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of RDMA in a virtual machine that has a device (rdma-vm.sh). Usage: test-verbs.sh VENV [TESTS...]
+# Runs the tests of RDMA in a virtual machine that has a device (rdma-vm.sh). Usage: test-verbs.sh VENV [TESTS...], or
+# test-verbs.sh VENV --bench for bench/transport_verbs.py.
 #
 # Without TESTS, those of vm-tests.txt. What is missing is installed on Debian, as root. Exits 0 with a line SKIPPED and the
 # reason where the machine can't be had. One run is ended after VM_SECONDS (170), and tried once more: an emulated
@@ -10,7 +11,9 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
 shift
+[ "${1:-}" != --bench ] || is_bench=yes
 packages=(qemu-system-x86 busybox-static cpio kmod iproute2 python3-pyverbs ibverbs-providers rdma-core)
+[ -z "${is_bench:-}" ] || packages+=(perftest)
 log=$(mktemp -d)
 trap 'rm -rf "$log"' EXIT
 
@@ -47,9 +50,15 @@ export PYTHONPATH=$log/path
 # Compiled here once: an emulated processor would take seconds for it, in each process.
 PYTHONDONTWRITEBYTECODE='' "$venv/bin/python" -m compileall -q tierfs mount dcp_compat tests
 
+if [ -n "${is_bench:-}" ]; then
+    export PYTHONPATH=$log/path:$PWD/tests
+    scripts/rdma-vm.sh -m 2048 -t "${VM_SECONDS:-900}" -- "$venv/bin/python" bench/transport_verbs.py
+    exit
+fi
+
 run_once() {
     scripts/rdma-vm.sh -m 2048 -t "${VM_SECONDS:-170}" -- \
-        "$venv/bin/python" -m pytest -p no:cacheprovider --timeout 150 "$@" 2>"$log/vm"
+        env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$venv/bin/python" -m pytest -c scripts/vm-pytest.ini "$@" 2>"$log/vm"
     code=$?
     cat "$log/vm" >&2
     [ "$code" != 77 ] || skip "$(tail -n 1 "$log/vm")"
@@ -63,7 +72,7 @@ run() {
 }
 
 if [ $# -gt 0 ]; then
-    run "$@"
+    run -p pytest_trio.plugin -o trio_mode=true "$@"
 else
     while read -r line <&3; do
         read -r -a tests <<<"${line%%#*}"
