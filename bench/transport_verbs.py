@@ -30,6 +30,7 @@ from tierfs.transport.verbs import VerbsPeers
 from tierfs.transport.verbs_devices import find_devices
 from tierfs.transport.verbs_fabric import Devices
 from tierfs.transport.verbs_serving import VerbsServing
+from transport.nodes import until
 from transport_tcp import ASKER, HOLDER, MIB, VERSION, OneFile
 from two_nodes import tmpfs
 
@@ -54,12 +55,6 @@ def settings_of(transport: str) -> Settings:
     return settings
 
 
-async def has_device(devices: Devices) -> None:
-    with trio.fail_after(WITHIN_S):
-        while not devices.ports:
-            await trio.sleep(0.05)
-
-
 def hold(directory: Path) -> None:
     """Serves the file until its standard input ends; for each line of that the CPU time it took until then."""
 
@@ -68,7 +63,7 @@ def hold(directory: Path) -> None:
         async with trio.open_nursery() as nursery:
             devices = Devices(settings)
             await nursery.start(devices.run)
-            await has_device(devices)
+            await until(lambda: devices.ports, "the device is open", within_s=WITHIN_S)
             serving = VerbsServing(shelf, devices, most_registered_bytes=settings.peer.verbs_registered_bytes)
             await nursery.start(serving.run)
             await nursery.start(TcpServer(shelf, settings, HOLDER, serving).run)
@@ -154,7 +149,7 @@ async def measure(directory: Path, sizes_mib: list[int], rounds: int) -> list[Ro
         settings = settings_of("verbs")
         devices = Devices(settings)
         await nursery.start(devices.run)
-        await has_device(devices)
+        await until(lambda: devices.ports, "the device is open", within_s=WITHIN_S)
 
         def addresses(node: str) -> list[str]:
             return [f"127.0.0.1:{PORT}"]
