@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mount import kernel_mount
+from mount.asking import ask
 from mount.daemon_process import DaemonProcess, describe_status, start_daemon
 from mount.handover import take_over_connection
 from mount.notify import service_is_stopping, service_main_process, service_needs_longer
@@ -317,16 +318,16 @@ class Keeper:
         self._announce_when_it_answers()
 
     def _announce_when_it_answers(self) -> None:
-        """Stats the mount point in a thread of its own, since nobody can say how long that takes."""
+        """Asks the mount point, and waits for the answer in a thread, since nobody can say how long that takes."""
         if self._announced:
             return
 
-        def ask() -> None:
+        def wait() -> None:
             with suppress(OSError):
-                os.stat(self._record.mountpoint)
-                self._signalled.send(b"\0")
+                if ask(self._record.mountpoint).wait() == 0:
+                    self._signalled.send(b"\0")
 
-        threading.Thread(target=ask, name="first stat", daemon=True).start()
+        threading.Thread(target=wait, name="first answer", daemon=True).start()
 
     def _read_ready(self) -> bool:
         """What an adopted daemon said to the keeper before, if it was ready at all."""

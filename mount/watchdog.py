@@ -5,11 +5,11 @@ A dead daemon shows by its pidfd; one whose loop stands still shows only to whoe
 
 from __future__ import annotations
 
-import os
-import threading
+import subprocess
 import time
 from contextlib import suppress
 
+from mount.asking import ask
 from mount.notify import service_is_alive
 
 _LOOKS = 3
@@ -25,7 +25,7 @@ class Watchdog:
         """time.monotonic() of the next look."""
         self._mountpoint = mountpoint
         self._asked_at = 0.0
-        self._asked: threading.Thread | None = None
+        self._asked: subprocess.Popen[bytes] | None = None
 
     def look(self, now: float, *, is_serving: bool) -> bool:
         """Tells the service manager that the keeper lives. True where the mount was silent for too long.
@@ -36,11 +36,10 @@ class Watchdog:
             return False
         self.look_at = now + self.within_s / _LOOKS
         service_is_alive()
-        if self._asked is None or not self._asked.is_alive():
+        if self._asked is None or self._asked.poll() is not None:
             self._asked_at = now
-            # A thread asks, since the answer may never come; there is one at a time.
-            self._asked = threading.Thread(target=self._ask, name="watchdog", daemon=True)
-            self._asked.start()
+            with suppress(OSError):
+                self._asked = ask(self._mountpoint)  # one at a time
             return False
         if not is_serving:
             self._asked_at = now
@@ -49,7 +48,3 @@ class Watchdog:
     def forgive(self) -> None:
         """Another daemon comes: its time begins now."""
         self._asked_at = time.monotonic()
-
-    def _ask(self) -> None:
-        with suppress(OSError):
-            os.statvfs(self._mountpoint)  # statfs is never answered from the kernel's cache

@@ -133,6 +133,32 @@ def test_a_hung_daemon_is_replaced_and_the_service_manager_hears_of_the_keeper_m
     stub.wait_for_end()
 
 
+@pytest.mark.parametrize("when", ["at its first question", "as a watchdog"])
+def test_a_keeper_that_asks_the_mount_can_be_killed_with_its_daemon(stub: Rig, when: str) -> None:
+    """As when a container is killed. Were its question a thread of its own, it could not end, nor could who waits."""
+    stall, stalled = stub.instance.directory / "stall", stub.instance.directory / "stalled"
+    if when == "at its first question":
+        stub.instance.directory.mkdir(parents=True)
+        stall.touch()
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "mount.cli.main", *stub.mount_arguments(), "--foreground", "--watchdog", "6"],
+        env=package_environment(),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        if when == "as a watchdog":
+            wait_until(stub.instance.daemon_ready.exists, "it serves")
+            stall.touch()
+        wait_until(stalled.exists, "the daemon stalls in the keeper's question")
+        stub.daemon.send_signal(signal.SIGKILL)
+        keeper.kill()
+        keeper.wait(10)
+    finally:
+        if keeper.poll() is None:
+            kernel_mount.unmount(str(stub.place), force=True)  # or nothing could end it
+            keeper.wait(10)
+
+
 def test_a_keeper_that_replaces_the_services_main_process_says_so(stub: Rig) -> None:
     """systemctl reload: the unit goes on with the new keeper as its main process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
