@@ -1,4 +1,5 @@
-"""`dcp.save` and `dcp.load` of one rank: `TieredStorageWriter` against the stock writer, and how many threads it wants.
+"""`dcp.save` and `dcp.load` of one rank: `TieredStorageWriter` against the stock writer and against Amazon's SageMaker
+library at the gateway, and how many threads it wants.
 
 By turns, each against the others of its round; seconds, so that less is better. The peak memory of a save is what the
 process grew by while it ran, the file's pages in the RAM tier not counted.
@@ -21,10 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcp_compat import TieredStorageReader, TieredStorageWriter
 from measure import Row, as_json, pair, table
 from rig.instance import Instance, mounted, wait_until
+from rig.sagemaker import Job, address, free_port, without_logs_left
 
 MIB = 1 << 20
 LAYERS = 16
@@ -32,7 +35,9 @@ ROUNDS = 5
 IDLE_S = 1.0
 SHM = Path("/dev/shm")
 
-Writer = Callable[[Path], dcp.FileSystemWriter]
+LIBRARY = "SageMaker's library"
+
+Writer = Callable[[Path], StorageWriter]
 
 
 def peak_growth(work: Callable[[], object]) -> tuple[float, float]:
@@ -59,11 +64,14 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
     state = {f"layer{i}": torch.rand(shape) for i in range(LAYERS)}
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     mount = instance.mountpoint
+    job = Job("library", world=1, gateway=address(instance))
+    job.enter()
     kinds: dict[str, tuple[Path, Writer]] = {
         "tierfs": (mount / "ours", TieredStorageWriter),
         "2 threads": (mount / "two", lambda step: TieredStorageWriter(step, thread_count=2)),
         "4 threads": (mount / "four", lambda step: TieredStorageWriter(step, thread_count=4)),
         "with sums": (mount / "sums", lambda step: TieredStorageWriter(step, crc32=True)),
+        LIBRARY: (mount / "library", lambda step: job.writer(_number(step))),
         "stock on the mount": (mount / "stock", dcp.FileSystemWriter),
         "stock on /dev/shm": (shm, dcp.FileSystemWriter),
     }
@@ -79,7 +87,7 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
                 tensor.sum()  # in use a moment ago, as in a training
             storage = writer(step)
             took, mib = peak_growth(lambda storage=storage: dcp.save(state, storage_writer=storage, no_dist=True))
-            reader = TieredStorageReader(step) if kind == "tierfs" else dcp.FileSystemReader(step)
+            reader = _reader(kind, step, job)
             begin = time.perf_counter()
             dcp.load(target, storage_reader=reader, no_dist=True)
             if turn:  # the first warms torch up
@@ -93,13 +101,23 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
     rows = [pair(what, "s", saves["tierfs"], kind, saves[kind]) for kind in others]
     rows += [
         pair(f"{what}: memory while it runs", "MiB", grown["tierfs"], kind, [max(one, 1.0) for one in grown[kind]])
-        for kind in others[-2:]
+        for kind in others[-3:]
     ]
     rows += [
         pair(f"DCP load of {size_mib} MiB by TieredStorageReader", "s", loads["tierfs"], kind, loads[kind])
-        for kind in others[-2:]
+        for kind in others[-3:]
     ]
     return rows
+
+
+def _reader(kind: str, step: Path, job: Job) -> StorageReader:
+    if kind == LIBRARY:
+        return job.reader(_number(step))
+    return TieredStorageReader(step) if kind == "tierfs" else dcp.FileSystemReader(step)
+
+
+def _number(step: Path) -> int:
+    return int(step.name.removeprefix("step_"))
 
 
 def measure_all(size_mib: int) -> list[Row]:
@@ -107,7 +125,8 @@ def measure_all(size_mib: int) -> list[Row]:
     shm = SHM / f"tierfs-bench-{os.getpid()}"
     shm.mkdir()
     try:
-        with mounted(scratch, f"bench-writers-{os.getpid()}", size=f"{size_mib * 5}M") as instance:
+        options = {"gateway.listen": f"127.0.0.1:{free_port()}"}
+        with mounted(scratch, f"bench-writers-{os.getpid()}", size=f"{size_mib * 5}M", options=options) as instance:
             return measure(instance, shm, size_mib)
     finally:
         shutil.rmtree(shm, ignore_errors=True)
@@ -120,7 +139,8 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=512, help="bytes of the state dict")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = measure_all(arguments.mib)
+    with without_logs_left():
+        rows = measure_all(arguments.mib)
     print(json.dumps(as_json(rows)) if arguments.json else table(as_json(rows)))
     return 3 if any(row.is_met is False for row in rows) else 0
 

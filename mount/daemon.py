@@ -87,6 +87,7 @@ class Daemon:
         self._listed = trio.Event()
         self._joined = trio.Event()
         self._gateway_serves = trio.Event()
+        self._gateway_scope = trio.CancelScope()
         # Before pyfuse3 is imported anywhere: its calls to libfuse must find the channel's.
         self.channel = Channel(
             fuse_fd,
@@ -212,6 +213,7 @@ class Daemon:
                 nursery.start_soon(self._tell_ready, ready_fd)
                 await pyfuse3.main(max_tasks=MOST_TASKS)
                 self._is_unmounted = True
+                self._gateway_scope.cancel()  # what is sent yet may take its time, and there is nothing to serve
                 await self._drain()
                 if self.cluster is not None:
                     await self.cluster.leave()
@@ -222,13 +224,14 @@ class Daemon:
             pyfuse3.close(unmount=False)
 
     async def _run_gateway(self, gateway: GatewayProcess) -> None:
-        await run_again(
-            [gateway.run],
-            "the gateway",
-            started=self._gateway_works,
-            failed=lambda message: self.registry.problem("error", message, GATEWAY),
-            pause_s=PAUSE_S,
-        )
+        with self._gateway_scope:
+            await run_again(
+                [gateway.run],
+                "the gateway",
+                started=self._gateway_works,
+                failed=lambda message: self.registry.problem("error", message, GATEWAY),
+                pause_s=PAUSE_S,
+            )
 
     def _gateway_works(self) -> None:
         self.registry.clear_problems(GATEWAY)

@@ -142,7 +142,7 @@ def _request(event: h11.Request) -> Request:
 
 
 async def close(stream: trio.SocketStream) -> None:
-    """The end of the connection once the last answer is delivered: who still sends would be reset. Cancelled: at once."""
+    """Ends the connection once the last answer is delivered: who still sends would be reset. Cancelled, at once."""
     try:
         with trio.move_on_after(_LINGER_S), suppress(*_GONE):
             await stream.send_eof()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from rig.fixtures import pytest_runtest_makereport, scratch
 from rig.instance import Instance, mounted
 from rig.object_fixtures import bucket, mount, proxy
 from rig.s3_servers import seaweedfs_server
-from rig.sagemaker import Job, without_logs_left
+from rig.sagemaker import Job, address, free_port, without_logs_left
 from tests.conftest import needs_fuse
 
 __all__ = ["bucket", "mount", "proxy", "pytest_runtest_makereport", "scratch", "seaweedfs_server"]
@@ -37,15 +36,3 @@ def instance(scratch: Path, request: pytest.FixtureRequest) -> Iterator[Instance
 def job(instance: Instance) -> Job:
     """A namespace of its own at the gateway of `instance`."""
     return Job(f"job-{uuid.uuid4().hex[:8]}", gateway=address(instance))
-
-
-def address(instance: Instance) -> tuple[str, int]:
-    host, _, port = instance.options["gateway.listen"].partition(":")
-    return host, int(port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

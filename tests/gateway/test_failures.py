@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_compat import TieredStorageReader, TieredStorageWriter
-from gateway.conftest import address, free_port
 from rig import checkpoints
 from rig.buckets import Bucket
 from rig.cluster import cluster
@@ -25,7 +24,7 @@ from rig.instance import Instance
 from rig.object_fixtures import Mount, wait_persisted
 from rig.ranks import Rank, Seat, Table, run_ranks
 from rig.s3_servers import S3Server
-from rig.sagemaker import Job
+from rig.sagemaker import Job, address, free_port
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="amzn-sagemaker-checkpointing is not installed")
 

@@ -9,14 +9,13 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_compat import TieredStorageReader
-from gateway.conftest import address, free_port
 from rig import checkpoints
 from rig.buckets import Bucket
 from rig.instance import Instance, tierfs
 from rig.object_fixtures import Mount, wait_persisted
 from rig.ranks import Rank, run_ranks
 from rig.s3_servers import S3Server
-from rig.sagemaker import Job
+from rig.sagemaker import Job, address, free_port
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="amzn-sagemaker-checkpointing is not installed")
 
@@ -130,8 +129,12 @@ def test_a_bucket_that_the_mount_persisted_to_serves_both(
     with mount(**options) as instance:
         run_ranks(save, job, (1, 2))
         wait_persisted(instance, "step_1", "step_2")
-    with mount(name="b", **options):
+    with mount(name="b", **options) as instance:
         run_ranks(check, job, 2, 1)
+        # What lies there is a plain DCP directory, too.
+        tierfs("import", f"{bucket.url}/run/step_2", instance.mountpoint / "other" / "step_2")
+        other = instance.mountpoint / "other" / "latest"
+        run_ranks(check_with_stock_reader, other, seed_of(2), job.size_bytes)
     nobody = ("127.0.0.1", 1)
     environment = seaweedfs_server.environment()
     run_ranks(check, Job("run", gateway=nobody, s3=bucket.url, is_ray=True, environment=environment), 2, 1)

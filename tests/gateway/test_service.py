@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gateway.conftest import address
 from rig.instance import Instance, wait_until
+from rig.sagemaker import address
 
 xxhash = pytest.importorskip("xxhash", reason="xxhash is not installed")
 requests = pytest.importorskip("requests", reason="requests is not installed")

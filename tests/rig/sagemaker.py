@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from rig import checkpoints
+from rig.instance import Instance
 from rig.ranks import preload
 
 preload("amzn_sagemaker_checkpointing.checkpointing.filesystem", "amzn_sagemaker_checkpointing.config.s3_path_strategy")
@@ -65,24 +66,43 @@ class Job:
         lead.leads_to = self.gateway  # type: ignore[attr-defined]
         socket.getaddrinfo = lead
 
-    def save(self, step: int, seed: int, *, save_to_s3: bool = False) -> None:
+    def writer(self, step: int, *, save_to_s3: bool = False) -> Any:
         from amzn_sagemaker_checkpointing.checkpointing.filesystem import SageMakerTieredStorageWriter
 
-        writer = SageMakerTieredStorageWriter(checkpoint_config=self.config(save_to_s3=save_to_s3), step=step)
+        return SageMakerTieredStorageWriter(checkpoint_config=self.config(save_to_s3=save_to_s3), step=step)
+
+    def reader(self, step: int | None = None) -> Any:
+        from amzn_sagemaker_checkpointing.checkpointing.filesystem import SageMakerTieredStorageReader
+
+        return SageMakerTieredStorageReader(checkpoint_config=self.config(), step=step)
+
+    def save(self, step: int, seed: int, *, save_to_s3: bool = False) -> None:
+        writer = self.writer(step, save_to_s3=save_to_s3)
         dcp.async_save(checkpoints.state(seed, self.size_bytes), storage_writer=writer).result()
         dist.barrier()
 
     def load(self, step: int | None = None) -> dict[str, Any]:
         """Into a state of other values; raises what the library raises."""
-        from amzn_sagemaker_checkpointing.checkpointing.filesystem import SageMakerTieredStorageReader
-
         target = checkpoints.empty_state(self.size_bytes)
-        dcp.load(target, storage_reader=SageMakerTieredStorageReader(checkpoint_config=self.config(), step=step))
+        dcp.load(target, storage_reader=self.reader(step))
         return target
 
     def check(self, seed: int, step: int | None = None) -> None:
         wrong = checkpoints.differences(self.load(step), seed, self.size_bytes)
         assert not wrong, f"step {step} does not hold seed {seed}: {wrong}"
+
+
+def address(instance: Instance) -> tuple[str, int]:
+    """Where its gateway listens."""
+    host, _, port = instance.options["gateway.listen"].partition(":")
+    return host, int(port)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextlib.contextmanager
