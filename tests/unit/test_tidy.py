@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +119,9 @@ def test_every_package_is_installed() -> None:
     listed = set(toml.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     assert listed == found
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by their bare names: of two that are alike it collects one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
