@@ -7,6 +7,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,20 @@ def test_filling_the_tier_fails_that_save_alone(instance: Instance) -> None:
     shutil.rmtree(root / "step_3")
     run_ranks(save_steps, root, [4], SIZE)
     run_ranks(check_steps, root, [1, 2, 4], SIZE)
+
+
+@pytest.mark.skipif(bool(PLAIN_DIRECTORY), reason="a plain directory (TIERFS_TEST_DIR) gives no room ahead")
+def test_files_that_begin_together_leave_each_other_room(instance: Instance) -> None:
+    """What one is given ahead and does not write is not what another one's first write lacks."""
+    root = instance.mountpoint / "many"
+    root.mkdir()
+    block = bytes(MIB)
+    count = instance.status()["ram"]["size_bytes"] // 2 // (2 * MIB)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context((root / f"__{number}_0.distcp").open("wb", buffering=0)) for number in range(count)
+        ]
+        for _ in range(2):
+            for file in files:
+                file.write(block)
+    assert sum(path.stat().st_size for path in root.iterdir()) == 2 * MIB * count

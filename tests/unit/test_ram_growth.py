@@ -25,11 +25,12 @@ shards = st.builds(
 rules = st.builds(RoomRules, st.integers(0, 4 * GIB), st.integers(0, GIB))
 
 
-@given(shards, rules, sizes)
+@given(shards, rules, sizes, sizes)
 def test_room_is_never_taken_away_never_more_than_is_free_and_always_whole_huge_pages(
-    shard: Growth, rules: RoomRules, free: int
+    shard: Growth, rules: RoomRules, free: int, ahead: int
 ) -> None:
-    end = growth.room_end(shard, rules, free)
+    spare = growth.spare_bytes(free, ahead)
+    end = growth.room_end(shard, rules, free, spare)
     assert end >= shard.given_bytes
     assert end - max(shard.given_bytes, shard.size_bytes) <= free
     if end > shard.given_bytes and end % HUGE_PAGE:
@@ -38,25 +39,27 @@ def test_room_is_never_taken_away_never_more_than_is_free_and_always_whole_huge_
 
 @given(st.integers(growth.SMALL_BYTES, 8 * GIB), st.integers(0, 8 * GIB))
 def test_an_expected_shard_is_given_all_of_it_and_little_more(expected: int, size: int) -> None:
-    end = growth.room_end(Growth(min(size, expected - 1), min(size, expected - 1), expected, 1e9), RULES, 16 * GIB)
+    end = growth.room_end(
+        Growth(min(size, expected - 1), min(size, expected - 1), expected, 1e9), RULES, 16 * GIB, 16 * GIB
+    )
     assert expected <= end < expected + HUGE_PAGE
 
 
 @given(st.integers(0, growth.SMALL_BYTES - 1), st.none() | st.integers(0, growth.SMALL_BYTES - 1), rates)
 def test_a_small_file_of_unknown_or_small_size_is_given_nothing(size: int, expected: int | None, rate: float) -> None:
-    assert growth.room_end(Growth(size, size, expected, rate), RULES, GIB) == size
+    assert growth.room_end(Growth(size, size, expected, rate), RULES, GIB, GIB) == size
 
 
 @given(st.floats(0.01e9, 20e9))
 def test_a_steady_writer_never_meets_the_end_of_its_runway_once_it_has_one(rate: float) -> None:
     """Simulated: looks come as late as asked for and 5 ms more; the runway then still has something left."""
     size, given_to = 2 * MIB, 2 * MIB
-    given_to = growth.room_end(Growth(size, given_to, None, rate), RULES, 64 * GIB)
+    given_to = growth.room_end(Growth(size, given_to, None, rate), RULES, 64 * GIB, 64 * GIB)
     for _ in range(200):
         look = growth.look_after_s([Growth(size, given_to, None, rate)], RULES, 1 << 50) + 0.005
         size += int(rate * look)
         assert size <= given_to
-        given_to = growth.room_end(Growth(size, given_to, None, rate), RULES, 1 << 50)
+        given_to = growth.room_end(Growth(size, given_to, None, rate), RULES, 1 << 50, 1 << 50)
 
 
 @given(st.lists(shards, max_size=5), rules, sizes)
@@ -66,11 +69,13 @@ def test_looks_are_neither_a_busy_loop_nor_rare(growing: list[Growth], rules: Ro
 
 @given(st.floats(growth.HOT_RATE, 20e9), st.integers(0, 2 * GIB))
 def test_room_is_given_in_few_large_parts_however_little_is_left(rate: float, free: int) -> None:
-    """Each part given makes the writer wait, so one must last: at least until half of a first extent is used."""
+    """Each part given makes the writer wait, so one must last."""
     size = given_to = 2 * MIB
     parts = 0
     while size < GIB:
-        end = growth.room_end(Growth(size, given_to, None, rate), RULES, free)
+        end = growth.room_end(
+            Growth(size, given_to, None, rate), RULES, free, growth.spare_bytes(free, given_to - size)
+        )
         parts += end > given_to
         free -= end - given_to
         given_to = end
@@ -78,13 +83,13 @@ def test_room_is_given_in_few_large_parts_however_little_is_left(rate: float, fr
         if size > given_to:
             free, given_to = free - (size - given_to), size
         free = max(0, free)
-    assert parts <= GIB // (RULES.first_extent_bytes // 2) + 1
+    assert parts <= GIB // (growth.LEAST_AHEAD_BYTES // 2) + 1
 
 
 def test_an_empty_file_gets_room_only_where_a_guess_is_allowed() -> None:
-    assert growth.room_end(Growth(0, 0, None, 0.0), RULES, GIB) == 0
-    assert growth.room_end(Growth(0, 0, None, 0.0, guess_bytes=128 * MIB), RULES, GIB) == 128 * MIB
-    assert growth.room_end(Growth(0, 0, None, 0.0, guess_bytes=128 * MIB), RULES, 100 * MIB) == 64 * MIB
+    assert growth.room_end(Growth(0, 0, None, 0.0), RULES, GIB, GIB) == 0
+    assert growth.room_end(Growth(0, 0, None, 0.0, guess_bytes=128 * MIB), RULES, GIB, GIB) == 128 * MIB
+    assert growth.room_end(Growth(0, 0, None, 0.0, guess_bytes=128 * MIB), RULES, 200 * MIB, 200 * MIB) == 50 * MIB
 
 
 @given(rates, st.integers(0, GIB), st.floats(0, 10))
@@ -141,3 +146,16 @@ def test_no_room_is_missing_when_all_that_is_expected_fits(growing: list[Growth]
 def test_the_rest_of_an_expected_shard_is_missing_before_it_is_written() -> None:
     shard = Growth(size_bytes=10 * MIB, given_bytes=64 * MIB, expected_bytes=GIB, rate=1e9)
     assert growth.missing_bytes([shard], RULES, 100 * MIB) == GIB - 164 * MIB
+
+
+@given(st.lists(st.floats(0, 20e9), min_size=1, max_size=200), st.integers(0, 64 * GIB))
+def test_shards_of_unknown_size_never_hold_more_ahead_than_they_leave(rates: list[float], free: int) -> None:
+    """However many begin at once: a writer that begins after them finds half of the room, less a page for each."""
+    ahead = 0
+    for rate in rates:
+        spare = growth.spare_bytes(free, ahead)
+        guess = growth.first_guess(RULES, spare)
+        for shard in (Growth(0, 0, None, 0.0, guess_bytes=guess), Growth(2 * MIB, 2 * MIB, None, rate)):
+            end = growth.room_end(shard, RULES, free, growth.spare_bytes(free, ahead))
+            free, ahead = free - (end - shard.given_bytes), ahead + end - shard.given_bytes
+    assert ahead <= free + 2 * len(rates) * HUGE_PAGE

@@ -18,6 +18,9 @@ SMALL_BYTES = MIB
 # A guess at a shard's size is never more than this.
 MOST_GUESSED_BYTES = 4 << 30
 
+# Less than this is not given ahead to a shard of unknown size: its writer waits while it is given.
+LEAST_AHEAD_BYTES = 16 * MIB
+
 # A writer's room should last this long: several times what the daemon may be late by.
 RUNWAY_S = 0.1
 
@@ -60,44 +63,58 @@ class RoomRules:
     first_extent_bytes: int
 
 
-def room_end(shard: Growth, rules: RoomRules, free_bytes: int) -> int:
+def spare_bytes(free_bytes: int, ahead_bytes: int) -> int:
+    """What shards of unknown size may share of the free room, where such shards hold `ahead_bytes` that they may never
+    write: as much as they hold stays free, for a writer that begins now meets ENOSPC where all is given away."""
+    return max(0, free_bytes - ahead_bytes)
+
+
+def room_end(shard: Growth, rules: RoomRules, free_bytes: int, spare_bytes: int) -> int:
     """The offset up to which the shard should have room; what it has when it needs no more now.
 
-    A shard within its expected size gets all of that. Any other gets a runway, renewed when half of it is used. Before
-    its size says anything it gets no more than the guess. Never more than is free.
+    A shard within its expected size gets all of that, but never more than is free. Any other gets a runway, renewed
+    when half of it is used; before its size says anything, no more than the guess. Of these each is a part of what may
+    be spared.
     """
     if shard.expected_bytes is not None and shard.size_bytes <= shard.expected_bytes >= SMALL_BYTES:
         wanted = shard.expected_bytes
         if shard.size_bytes < wanted or shard.given_bytes >= wanted:
             return _within(shard, wanted, free_bytes)
     if shard.size_bytes < SMALL_BYTES:
-        guess = min(shard.guess_bytes, max(rules.first_extent_bytes, free_bytes // 4))
+        guess = min(shard.guess_bytes, _part(spare_bytes))
         return _within(shard, guess, free_bytes) if guess > shard.given_bytes else shard.given_bytes
-    runway = runway_bytes(shard.rate, rules, free_bytes)
+    runway = runway_bytes(shard.rate, rules, spare_bytes)
     if shard.given_bytes - shard.size_bytes > runway // 2:
         return shard.given_bytes
     return _within(shard, shard.size_bytes + runway, free_bytes)
 
 
-def first_guess(rules: RoomRules, free_bytes: int) -> int:
-    """What a shard of unknown size is given before its first write: an eighth of what is free, from a runway to 4 GiB.
+def _part(spare_bytes: int) -> int:
+    """What one shard of unknown size is given ahead at most. Others may grow beside it, and it may be about to end."""
+    part = spare_bytes // 4
+    return part if part >= LEAST_AHEAD_BYTES else 0
+
+
+def first_guess(rules: RoomRules, spare_bytes: int) -> int:
+    """What a shard of unknown size is given before its first write: an eighth of what may be spared, from a runway to
+    4 GiB.
 
     Most of it is used or comes back at close for 10 ms a GiB, while a writer that runs out of it meets cold memory.
     """
-    return max(rules.first_extent_bytes, rules.runway_bytes, min(free_bytes // 8, MOST_GUESSED_BYTES))
+    guess = max(rules.first_extent_bytes, rules.runway_bytes, min(spare_bytes // 8, MOST_GUESSED_BYTES))
+    return min(guess, _part(spare_bytes))
 
 
-def runway_bytes(rate: float, rules: RoomRules, free_bytes: int) -> int:
+def runway_bytes(rate: float, rules: RoomRules, spare_bytes: int) -> int:
     """How far ahead of a writer of this rate the room should reach.
 
     `first_extent_bytes` for a slow one; `runway_bytes` for one that is being saved now, or what lasts RUNWAY_S at its
     rate where that is more. To give room is to wait for the write(2) that the shard's writer is in, which may be
     of a hundred MiB, and the first look sees a writer slowed down by having no room: so much at once, and seldom.
-    But never more than a quarter of what is left: others may grow beside it, and this one may be about to end.
+    But never more than a quarter of what may be spared.
     """
-    if rate <= HOT_RATE:
-        return rules.first_extent_bytes
-    return int(max(min(max(rate * RUNWAY_S, rules.runway_bytes), free_bytes // 4), rules.first_extent_bytes))
+    wanted = max(rate * RUNWAY_S, rules.runway_bytes, rules.first_extent_bytes)
+    return int(min(wanted if rate > HOT_RATE else rules.first_extent_bytes, _part(spare_bytes)))
 
 
 def _needed_soon(shard: Growth, rules: RoomRules) -> int:
@@ -113,7 +130,7 @@ def _within(shard: Growth, wanted_end: int, free_bytes: int) -> int:
     return max(shard.given_bytes, min(end, reachable))
 
 
-def look_after_s(shards: Sequence[Growth], rules: RoomRules, free_bytes: int) -> float:
+def look_after_s(shards: Sequence[Growth], rules: RoomRules, spare_bytes: int) -> float:
     """How long to wait before looking at the growing shards again.
 
     A growing shard: when half of its runway will be used, so that it may double its speed meanwhile. One with room for
@@ -127,9 +144,10 @@ def look_after_s(shards: Sequence[Growth], rules: RoomRules, free_bytes: int) ->
         if shard.quiet_s > 0 or shard.rate <= 0:
             soonest = min(soonest, max(SHORTEST_LOOK_S, shard.quiet_s / 4))
             continue
-        left = shard.given_bytes - shard.size_bytes - runway_bytes(shard.rate, rules, free_bytes) // 2
-        if free_bytes < HUGE_PAGE:
+        runway = runway_bytes(shard.rate, rules, spare_bytes)
+        if not runway:
             continue  # Nothing to give; looking more often would not help.
+        left = shard.given_bytes - shard.size_bytes - runway // 2
         soonest = min(soonest, max(SHORTEST_LOOK_S, left / shard.rate))
     return soonest
 

@@ -13,14 +13,15 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from tierfs.ram import growth, syscalls
 from tierfs.ram.filling import BallastKeeper
-from tierfs.ram.growth import Growth, RoomRules
+from tierfs.ram.growing import Shard, look, unwritten_bytes
+from tierfs.ram.growth import RoomRules
 from tierfs.ram.room import PlainRoom, Room, RoomState, TmpfsRoom
 from tierfs.ram.tmpfs import HUGE_PAGE, TmpfsGrant
 from tierfs.settings import RamSettings
@@ -88,27 +89,6 @@ class RamProblem:
     path: str = ""
 
 
-@dataclass
-class _Shard:
-    nodeid: int
-    fd: int
-    since: float
-    size_bytes: int
-    given_bytes: int
-    expected_bytes: int | None
-    seen_at: float
-    rate: float = 0.0
-    grown_at: float = field(default=0.0)
-    sparse: bool = False
-    guess_bytes: int = 0
-    times_set: bool = False  # by a program, which so says that it has written what it wanted
-    ended_times: tuple[int, int] | None = None  # atime and mtime in ns, where it ended while a thread gave it room
-
-    def growth(self) -> Growth:
-        quiet = self.seen_at - self.grown_at
-        return Growth(self.size_bytes, self.given_bytes, self.expected_bytes, self.rate, quiet, self.guess_bytes)
-
-
 class RamTier:
     """The RAM tier of one instance, in the directory `path`.
 
@@ -131,12 +111,14 @@ class RamTier:
         self.grant = grant
         self.on_pressure: Callable[[int], bool] | None = None
         self._rules = RoomRules(settings.runway_bytes, settings.first_extent_bytes)
-        self._shards: dict[int, _Shard] = {}
-        self._busy: _Shard | None = None  # the one that a thread gives room to; it may have ended meanwhile
+        self._shards: dict[int, Shard] = {}
+        self._busy: Shard | None = None  # the one that a thread gives room to; it may have ended meanwhile
         self._gave = trio.Event()  # of `_busy`: the thread is done
         self._wake = trio.Event()
         self._begin_rate = 20e9
         self._reserving = trio.CapacityLimiter(2)
+        #: Guesses that threads are giving now, to files that are no shards yet.
+        self._promised_bytes = 0
         self._ask_at = 0.0
         self._guesses: list[float] = []
         self._full: tuple[RamProblem, int] | None = None
@@ -159,7 +141,7 @@ class RamTier:
     def usage(self) -> RamUsage:
         """How full the tier is now, from the kernel's own counts."""
         state = self._room.state()
-        used = max(0, state.data_bytes - self._unwritten_bytes())
+        used = max(0, state.data_bytes - self._held_ahead_bytes())
         return RamUsage(
             size_bytes=self.size_bytes,
             used_bytes=used,
@@ -194,18 +176,24 @@ class RamTier:
         meanwhile (measured: 780 ms instead of 160 for 512 MiB). So all of it now, up to _RESERVE_BYTES, and the rest
         by `run`. Only from the ballast: other memory is no better for being given early.
         """
-        free = self._room.state().free_bytes
+        free, is_guess = self._room.state().free_bytes, expected_bytes is None
         if expected_bytes is None:
-            expected_bytes = growth.first_guess(self._rules, free) if likely_large else 0
+            expected_bytes = growth.first_guess(self._rules, self._spare_bytes(free)) if likely_large else 0
         end = min(expected_bytes, free, _RESERVE_BYTES) // HUGE_PAGE * HUGE_PAGE
         before = os.fstat(fd)
         if self._ballast is None or end < _RESERVE_FROM_BYTES or before.st_blocks * 512 >= end:
             return
-        with suppress(OSError):
+        promised = end if is_guess else 0
+        self._promised_bytes += promised
+        try:
             await trio.to_thread.run_sync(
                 lambda: self._room.give(fd, before.st_size, end, from_ballast_only=True), limiter=self._reserving
             )
             os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # opening a file does not change it
+        except OSError as error:
+            log.debug("no room is given ahead: %s", error)
+        finally:
+            self._promised_bytes -= promised
 
     def begin_shard(self, nodeid: int, fd: int, expected_bytes: int | None, *, likely_large: bool = False) -> None:
         """A file was opened for writing, and nobody had it open for writing before. Returns within some 5 ms.
@@ -221,11 +209,11 @@ class RamTier:
             return
         state = os.fstat(fd)
         size, given = state.st_size, max(state.st_size, state.st_blocks * 512)  # a daemon before us may have given room
-        shard = _Shard(nodeid, os.dup(fd), time.time(), size, given, expected_bytes, seen_at=now, grown_at=now)
+        shard = Shard(nodeid, os.dup(fd), time.time(), size, given, expected_bytes, seen_at=now, grown_at=now)
         if expected_bytes is None and likely_large:
-            shard.guess_bytes = growth.first_guess(self._rules, self._room.state().free_bytes)
+            shard.guess_bytes = growth.first_guess(self._rules, self._spare_bytes(self._room.state().free_bytes))
         self._shards[nodeid] = shard
-        end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
+        end = self._room_end(shard)
         if end > shard.given_bytes:
             at_once = min(_BEGIN_BYTES, int(self._begin_rate * _BEGIN_S) // HUGE_PAGE * HUGE_PAGE)
             end = min(end, shard.given_bytes + at_once)
@@ -265,9 +253,9 @@ class RamTier:
         shard = self._shards.pop(nodeid, None)
         if shard is None:
             return
-        free = self._room.state().free_bytes + _unwritten_bytes(shard)
+        free = self._room.state().free_bytes + unwritten_bytes(shard)
         if self.grant is not None and free < HUGE_PAGE:
-            _look(shard, time.monotonic())
+            look(shard, time.monotonic())
             largest = max([shard, *self._shards.values()], key=lambda one: one.size_bytes)  # a small one fills no tier
             self._note_full(largest, HUGE_PAGE, free)
         if shard is self._busy:  # A thread is giving it room: `_give` ends it after that, with the times of now.
@@ -343,7 +331,7 @@ class RamTier:
             self._wake = trio.Event()
             now = time.monotonic()
             for shard in list(self._shards.values()):
-                _look(shard, now)
+                look(shard, now)
                 self._consider_a_guess(shard, now)
             if self._ballast is not None:
                 self._ballast.save_is_running(any(s.growth().is_hot for s in self._shards.values()))
@@ -354,11 +342,11 @@ class RamTier:
                 if self._shards.get(shard.nodeid) is shard:
                     await self._give(shard, limiter)
             growing = [shard.growth() for shard in self._shards.values()]
-            delay = growth.look_after_s(growing, self._rules, self._room.state().free_bytes)
+            delay = growth.look_after_s(growing, self._rules, self._spare_bytes(self._room.state().free_bytes))
             with trio.move_on_after(delay):
                 await self._wake.wait()
 
-    def _consider_a_guess(self, shard: _Shard, now: float) -> None:
+    def _consider_a_guess(self, shard: Shard, now: float) -> None:
         """A file that is open for a while with nothing in it may become a shard: a first extent awaits it.
 
         Small files are closed before that, and not many files a second get one, or unpacking an archive of small
@@ -372,10 +360,10 @@ class RamTier:
             self._guesses.append(now)
             shard.guess_bytes = self._rules.first_extent_bytes
 
-    async def _give(self, shard: _Shard, limiter: trio.CapacityLimiter) -> None:
+    async def _give(self, shard: Shard, limiter: trio.CapacityLimiter) -> None:
         if shard.sparse or shard.times_set or self.grant is None:
             return
-        end = growth.room_end(shard.growth(), self._rules, self._room.state().free_bytes)
+        end = self._room_end(shard)
         if end <= shard.given_bytes:
             return
         self._busy, self._gave = shard, trio.Event()
@@ -390,7 +378,16 @@ class RamTier:
             if self._shards.get(shard.nodeid) is not shard:
                 self._finish(shard)
 
-    def _give_at_once(self, shard: _Shard, end: int) -> None:
+    def _room_end(self, shard: Shard) -> int:
+        free = self._room.state().free_bytes
+        return growth.room_end(shard.growth(), self._rules, free, self._spare_bytes(free))
+
+    def _spare_bytes(self, free_bytes: int) -> int:
+        """What shards of unknown size may be given ahead, of all that is free; what is promised is as good as given."""
+        ahead = sum(unwritten_bytes(shard) for shard in self._shards.values() if shard.expected_bytes is None)
+        return growth.spare_bytes(free_bytes - self._promised_bytes, ahead + self._promised_bytes)
+
+    def _give_at_once(self, shard: Shard, end: int) -> None:
         start, began, before = shard.given_bytes, time.perf_counter(), os.fstat(shard.fd)
         with suppress(OSError):
             shard.given_bytes = self._room.give(shard.fd, start, end, from_ballast_only=True, wait_s=_BEGIN_LOCK_S)
@@ -399,7 +396,7 @@ class RamTier:
         if given:
             self._begin_rate = 0.7 * self._begin_rate + 0.3 * min(given / took, 1e12)
 
-    def _finish(self, shard: _Shard) -> None:
+    def _finish(self, shard: Shard) -> None:
         """Trims a shard that ended, unless a new writer came meanwhile: trimming would cut what that one writes."""
         try:
             if shard.ended_times is not None and shard.nodeid not in self._shards:
@@ -425,9 +422,9 @@ class RamTier:
             return
         self._ask_at = now + _ASK_AGAIN_REFUSED_S
         largest = max(self._shards.values(), key=lambda shard: max(shard.rate, shard.size_bytes))
-        self._note_full(largest, missing, state.free_bytes + _unwritten_bytes(largest))
+        self._note_full(largest, missing, state.free_bytes + unwritten_bytes(largest))
 
-    def _note_full(self, shard: _Shard, missing_bytes: int, free_bytes: int) -> None:
+    def _note_full(self, shard: Shard, missing_bytes: int, free_bytes: int) -> None:
         path = self._path_of(shard)
         severity = "error" if free_bytes < HUGE_PAGE else "warning"
         said = self._full[0] if self._full is not None else None
@@ -452,38 +449,15 @@ class RamTier:
             f"`mount -o remount,nr_inodes=NUMBER {self.path}`"
         )
 
-    def _path_of(self, shard: _Shard) -> str:
+    def _path_of(self, shard: Shard) -> str:
         try:
             path = Path(f"/proc/self/fd/{shard.fd}").readlink()
         except OSError:
             return f"node {shard.nodeid}"
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
-    def _unwritten_bytes(self) -> int:
-        return sum(_unwritten_bytes(shard) for shard in self._shards.values())
-
-
-def _unwritten_bytes(shard: _Shard) -> int:
-    """Room that a shard holds beyond its end."""
-    state = os.fstat(shard.fd)
-    return max(0, state.st_blocks * 512 - -(-state.st_size // _PAGE) * _PAGE)
-
-
-def _look(shard: _Shard, now: float) -> None:
-    """Bring what is known of a shard up to date."""
-    state = os.fstat(shard.fd)
-    held = state.st_blocks * 512
-    # A file made long by truncate, whose bytes come later and anywhere: no runway helps it.
-    shard.sparse = held + HUGE_PAGE < state.st_size
-    grown = state.st_size - shard.size_bytes
-    shard.rate = 0.0 if shard.sparse else growth.blended_rate(shard.rate, max(0, grown), now - shard.seen_at)
-    if grown:
-        shard.grown_at = now
-    shard.size_bytes, shard.seen_at = state.st_size, now
-    # Its writer may have cut it, which also drops what was given beyond its end.
-    if held + HUGE_PAGE < shard.given_bytes:
-        shard.given_bytes = state.st_size
-    shard.given_bytes = max(shard.given_bytes, state.st_size)
+    def _held_ahead_bytes(self) -> int:
+        return sum(unwritten_bytes(shard) for shard in self._shards.values())
 
 
 __all__ = ["GrowingShard", "RamProblem", "RamTier", "RamUsage", "RoomState"]
