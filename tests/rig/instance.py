@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mount.cli.client import request
+from mount.runtime import Instance as Runtime
+from tierfs.errors import TierfsError
+
 TIERFS = Path(sys.executable).parent / "tierfs"
 MIB = 1 << 20
 #: How long a mount may take. An emulated processor (tests/rdma) starts a daemon in 10 to 30 s, if it is not held back.
@@ -70,7 +74,15 @@ class Instance:
         self._ram_path = Path(self.status()["ram"]["path"])
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(tierfs("status", self.mountpoint, "--json", may_be_degraded=True))
+        """What `tierfs status --json` prints, asked for without starting a program where it can be: tests poll it."""
+        answer: dict[str, Any]
+        if self._ram_path is None:
+            answer = json.loads(tierfs("status", self.mountpoint, "--json", may_be_degraded=True))
+            return answer
+        try:
+            answer = request(Runtime(self.runtime_path), "status")
+        except TierfsError as error:
+            raise CommandFailed(f"{self.name} says no status: {error}") from None
         return answer
 
     def steps(self, namespace: str) -> dict[str, dict[str, Any]]:
