@@ -64,9 +64,15 @@ def run_booted(script: str, *, timeout_s: float = 60) -> str:
 
 
 def _elsewhere() -> list[Path]:
-    """What the command needs and the overlay doesn't show, since it is on another file system than the root."""
+    """What the command needs and the container's root doesn't show: it is on another file system than this machine's,
+    or where the container has one of its own."""
     needed = {repository(), Path(sys.prefix), Path(sys.base_prefix)}
-    return sorted(path for path in needed if path.stat().st_dev != Path("/").stat().st_dev)
+    hidden = (Path("/tmp"), Path("/run"))
+    return sorted(
+        path
+        for path in needed
+        if path.stat().st_dev != Path("/").stat().st_dev or any(path.is_relative_to(each) for each in hidden)
+    )
 
 
 @contextmanager
