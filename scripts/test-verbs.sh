@@ -4,8 +4,8 @@
 #
 # Without TESTS, those of vm-tests.txt. What is missing is installed on Debian, as root. Exits 0 with a line SKIPPED and the
 # reason where the machine can't be had. One run is ended after VM_SECONDS (170), and tried once more: an emulated
-# processor on a busy machine may be too slow. The tests of a cluster need a quiet machine and more time, so they are
-# asked for by name: `VM_SECONDS=600 make test-verbs TESTS=tests/rdma/test_cluster_verbs.py`.
+# processor on a busy machine may be too slow, and then its tests are SKIPPED, too. All tests of a cluster take longer:
+# `VM_SECONDS=600 make test-verbs TESTS=tests/rdma/test_cluster_verbs.py`.
 set -uo pipefail
 
 cd "$(dirname "$0")/.."
@@ -68,7 +68,9 @@ run_once() {
 run() {
     run_once "$@" && return
     echo "tests of RDMA ended with $code: once more"
-    run_once "$@" || exit $code
+    run_once "$@" && return
+    [ "$code" != 125 ] || skip "the virtual machine did not come to their end, twice: a busy machine, or a hang: ${*: -1}"
+    exit $code
 }
 
 if [ $# -gt 0 ]; then
