@@ -10,13 +10,14 @@ RUN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 SOAK_KILLS ?= 100
 TESTS ?= tests
+TESTS_MARKED ?= not slow
 # Most tests wait more than they compute. Each worker takes whole files. WORKERS=0 runs one test after the other.
 WORKERS ?= 3
 # Processes are killed at random moments on machines that others use, too: what fails is run once more, and listed as
 # RERUN. It passes only then; what fails twice fails. RERUNS=0 for none.
 RERUNS ?= 1
 
-.PHONY: help setup demo test pytest test-verbs image-check lint format bench soak mount-helper clean
+.PHONY: help setup demo test test-all pytest test-verbs image-check lint format bench soak mount-helper clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,10 +32,13 @@ $(SETUP): pyproject.toml tests/requirements.txt $(wildcard mount/channel_c/*.[ch
 demo: setup ## mount, save and load a real checkpoint, kill the daemon meanwhile, unmount
 	$(RUN)/python examples/demo.py
 
-test: lint pytest ## lint and the whole test suite: what CI runs
+test: lint pytest ## lint and the test suite: what CI runs
+
+test-all: TESTS_MARKED :=
+test-all: lint pytest ## and those tests too that take long
 
 pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
-	$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) $(TESTS)
+	$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) -m "$(TESTS_MARKED)" $(TESTS)
 
 test-verbs: setup ## the tests of RDMA, in a virtual machine with soft-RoCE (installs qemu and pyverbs if root)
 	scripts/test-verbs.sh $(VENV) $(if $(filter-out tests,$(TESTS)),$(TESTS))
@@ -61,7 +65,7 @@ bench-verbs: setup ## RDMA against ib_read_bw and TCP, in the virtual machine of
 	scripts/test-verbs.sh $(VENV) --bench
 
 soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads and of nodes
-	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py tests/mount/test_channel.py --timeout 3600 -v -rP
+	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py tests/mount/test_channel.py -m "" --timeout 3600 -v -rP
 
 mount-helper: setup ## let mount(8) and /etc/fstab find tierfs, as root: links in /sbin
 	ln -sf $(abspath $(RUN))/mount.tierfs /sbin/mount.tierfs

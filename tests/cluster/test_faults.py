@@ -26,7 +26,7 @@ from rig.cluster_steps import (
 from rig.plain_steps import check_step, write_marker
 from rig.ranks import Job, RankFailed, run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 SIZE = 8 * MIB
 SIZES = [2 * MIB, MIB + 1000, 400_000, MIB]
 COLLECTIVE_S = 20.0

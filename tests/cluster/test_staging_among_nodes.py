@@ -14,7 +14,7 @@ from rig.cluster import Cluster
 from rig.cluster_steps import on_each, soon, wait_latest
 from rig.ranks import Rank, run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 SIZE = 12 * MIB
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from dcp_compat import list_steps
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 LOSS = re.compile(r"step (\d+): loss (\S+)")
 

@@ -17,6 +17,8 @@ import pytest
 
 from tests.conftest import needs_fuse, repository
 
+pytestmark = pytest.mark.slow
+
 DOCKERFILE = repository() / "deploy/container/Dockerfile"
 
 

@@ -17,6 +17,8 @@ from mount.runtime import keeper_is_alive
 from tests.conftest import wait_until
 from tests.deploy.pods import Node, node
 
+pytestmark = pytest.mark.slow
+
 TRAINER = """
 import hashlib, os, sys
 place = {place!r}

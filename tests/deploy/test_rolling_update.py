@@ -22,6 +22,8 @@ from rig.ranks import Job, run_ranks
 from tests.conftest import needs_fuse, repository
 from tests.deploy.rolling_jobs import save_and_load_until_stopped
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["dice"]
 
 SIZE = 8 * MIB

@@ -177,7 +177,7 @@ def test_a_server_that_is_down_at_mount_delays_nothing_and_gets_all_when_it_is_b
     with mount() as instance:
         assert time.monotonic() - begin < 15
         write_step(instance.mountpoint / "run" / "step_1", 1, SIZES)
-        assert levels(instance) == {"step_1": "ram"}
+        wait_until(lambda: levels(instance) == {"step_1": "ram"}, "the step is complete")
         wait_for_problem(instance, "connect", "refused", "reach")
         proxy.resume()
         wait_persisted(instance, "step_1")

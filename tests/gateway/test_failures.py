@@ -26,6 +26,8 @@ from rig.ranks import Rank, Seat, Table, run_ranks
 from rig.s3_servers import S3Server
 from rig.sagemaker import Job, address, free_port
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="amzn-sagemaker-checkpointing is not installed")
 
 SIZE = 2 << 20

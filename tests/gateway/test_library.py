@@ -17,6 +17,8 @@ from rig.ranks import Rank, run_ranks
 from rig.s3_servers import S3Server
 from rig.sagemaker import Job, address, free_port
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="amzn-sagemaker-checkpointing is not installed")
 
 OPTIONS = {"gateway.allow_reset": "on"}

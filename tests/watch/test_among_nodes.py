@@ -18,7 +18,7 @@ from rig.plain_steps import write_step
 from tests.conftest import needs_fuse
 from tests.watch.watched import samples
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 MIB = 1 << 20
 SIZES = [5 * MIB, MIB]
 PAGES_PORT = 7118
