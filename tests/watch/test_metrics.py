@@ -95,6 +95,7 @@ def test_the_recovery_point_is_the_age_of_the_newest_step_of_each_tier(watched: 
     try:
         first = watched.instance.steps(run)["step_1"]["completed_at"]
         write_step(watched.mountpoint / run / "step_2", 2, SIZES)
+        wait_until(lambda: watched.instance.steps(run)["step_2"]["completed_at"], "the step is complete")
         second = watched.instance.steps(run)["step_2"]["completed_at"]
         now = watched.metrics()
         assert now[stored] - now[ram] == pytest.approx(second - first, abs=0.01)
