@@ -16,7 +16,7 @@ from rig.cluster_steps import check_everywhere, on_each, soon, wait_latest, wait
 from rig.instance import wait_until
 from rig.plain_steps import check_step, write_step
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 NODES = 3
 SIZES = [2 * MIB, 100_000, 700]
 #: A save that needs nobody else may wait for the catalogue's answer once or twice (`etcd.timeout_s`), no more.

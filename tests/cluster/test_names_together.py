@@ -14,7 +14,7 @@ from rig.cluster import Cluster, Node
 from rig.cluster_steps import on_each, soon
 from rig.plain_steps import MIB, write_step
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 NODES = 3
 TIMES = 15
 

@@ -13,7 +13,7 @@ from rig.cluster import Cluster
 from rig.cluster_steps import latest, on_each, soon, sums, wait_latest
 from rig.ranks import run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 SIZE = 12 * MIB
 
 

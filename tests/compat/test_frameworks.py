@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rig.frameworks import hugging_face_trainer, lightning_trainer
 from rig.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def test_hugging_face_trainer_keeps_the_newest_by_directory_time_and_resumes(ckpt_root: Path) -> None:

@@ -18,6 +18,8 @@ from rig.object_fixtures import Mount, wait_persisted
 from rig.ranks import run_ranks
 from rig.s3_servers import S3Server
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("s3torchconnector.dcp", reason="s3torchconnector[dcp] is not installed", exc_type=ImportError)
 
 SIZE = 24 * MIB

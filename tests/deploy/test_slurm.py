@@ -16,6 +16,8 @@ from mount.processes import package_environment
 from tests.conftest import repository, wait_until
 from tests.mount.keeper_rig import Rig, rig, tierfs
 
+pytestmark = pytest.mark.slow
+
 SLURM = repository() / "deploy/slurm"
 MIB = 1 << 20
 

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import repository
 from tests.deploy.booted import run_booted
 
+pytestmark = pytest.mark.slow
+
 UNITS = repository() / "deploy/systemd"
 
 _BEGIN = """

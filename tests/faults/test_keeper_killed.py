@@ -14,6 +14,8 @@ from rig.fault_jobs import check_steps, save_steps
 from rig.instance import Instance, wait_until
 from rig.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZE = 24 * MIB
 
 

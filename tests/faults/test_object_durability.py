@@ -16,6 +16,8 @@ from rig.checkpoints import MIB
 from rig.fault_proxy import FaultProxy
 from rig.object_fixtures import Mount, levels, wait_persisted
 
+pytestmark = pytest.mark.slow
+
 SIZE = 8 * MIB
 
 

@@ -22,6 +22,8 @@ from rig.object_fixtures import Mount, levels, wait_persisted
 from rig.plain_steps import check_step, content, shard_names, write_step
 from rig.s3_servers import S3Server
 
+pytestmark = pytest.mark.slow
+
 SIZES = [40 * MIB, 5 * MIB, 40_000]
 
 

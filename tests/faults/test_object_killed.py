@@ -21,6 +21,8 @@ from rig.kills import kill_daemon, kill_keeper_and_daemon, kill_worker
 from rig.object_fixtures import Mount, levels, wait_persisted
 from rig.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZE = 40 * MIB  # one shard of three parts
 
 

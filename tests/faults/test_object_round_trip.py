@@ -22,6 +22,8 @@ from rig.plain_steps import check_step as check_plain_step
 from rig.plain_steps import content, shard_names, write_step
 from rig.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZE = 24 * MIB
 CHUNK = 16 * MIB
 

@@ -18,6 +18,8 @@ import pytest
 from rig.instance import Instance, wait_until
 from rig.sagemaker import address
 
+pytestmark = pytest.mark.slow
+
 xxhash = pytest.importorskip("xxhash", reason="xxhash is not installed")
 requests = pytest.importorskip("requests", reason="requests is not installed")
 _client: Any = pytest.importorskip(
