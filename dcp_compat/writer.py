@@ -28,8 +28,7 @@ from dcp_compat.steps import namespace_path, step_number, step_path
 
 log = logging.getLogger("tierfs.dcp")
 
-#: One thread writes as fast as memory takes it where the pages are warm (bench/dcp_writers.py); more threads are more
-#: files, which cost more than they bring below some GiB a rank.
+#: The stock writer's. Each thread is one more file; bench/dcp_writers.py compares.
 DEFAULT_THREADS = 1
 
 
