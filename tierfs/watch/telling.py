@@ -17,7 +17,6 @@ from tierfs.errors import TierfsError
 from tierfs.settings_watch import EventsSettings
 from tierfs.steps.news import Event, News
 from tierfs.watch.command_hook import CommandHook
-from tierfs.watch.webhook import Webhook
 
 log = logging.getLogger("tierfs.events")
 
@@ -132,6 +131,9 @@ def _hooks(settings: EventsSettings) -> list[Hook]:
     if settings.command:
         hooks.append(CommandHook(settings.command, within_s=settings.timeout_s))
     if settings.webhook:
+        # Here, as an HTTP client takes some 30 ms to import, at each start and takeover.
+        from tierfs.watch.webhook import Webhook
+
         hooks.append(
             Webhook(
                 settings.webhook,
