@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ballast_wait import wait_for_ballast
 from measure import ROUNDS, Row, as_json, compare, pair, single, table
 from rig.instance import Instance, mounted, tierfs, wait_until
 
@@ -298,16 +299,6 @@ def naive_mount(scratch: Path) -> Iterator[Path]:
         except subprocess.TimeoutExpired:
             server.kill()
         subprocess.run(["umount", behind], check=False)
-
-
-def wait_for_ballast(instance: Instance) -> None:
-    """The ballast is filled in the background after the mount; measure what comes after that."""
-
-    def is_filled() -> bool:
-        ram: dict[str, Any] = instance.status()["ram"]
-        return bool(ram["ballast_bytes"] >= 0.97 * ram["ballast_target_bytes"])
-
-    wait_until(is_filled, "the ballast is filled", timeout_s=90, every_s=0.2)
 
 
 def measure_all() -> list[Row]:

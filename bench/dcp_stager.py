@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ballast_wait import wait_for_ballast
 from dcp_compat import TieredStager, TieredStorageWriter
 from measure import Row, as_json, pair, table
-from rig.instance import Instance, mounted, wait_until
+from rig.instance import Instance, mounted
 
 MIB = 1 << 20
 LAYERS = 16
@@ -67,11 +68,7 @@ def measure_all(size_mib: int) -> list[Row]:
 def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
     """One instance for all; what one save leaves is removed before the next."""
 
-    def is_filled() -> bool:
-        ram = instance.status()["ram"]
-        return bool(ram["ballast_bytes"] >= 0.97 * ram["ballast_target_bytes"])
-
-    wait_until(is_filled, "the ballast is filled", timeout_s=120, every_s=0.2)
+    wait_for_ballast(instance)
     shape = (size_mib * MIB // LAYERS // 4096, 1024)
     state = {f"layer{i}": torch.rand(shape) for i in range(LAYERS)}
     buffers = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

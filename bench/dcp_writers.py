@@ -24,9 +24,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from ballast_wait import wait_for_ballast
 from dcp_compat import TieredStorageReader, TieredStorageWriter
 from measure import Row, as_json, pair, table
-from rig.instance import Instance, mounted, wait_until
+from rig.instance import Instance, mounted
 from rig.sagemaker import Job, address, free_port, without_logs_left
 
 MIB = 1 << 20
@@ -55,11 +56,7 @@ def _status(name: str) -> int:
 
 
 def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
-    def is_filled() -> bool:
-        ram = instance.status()["ram"]
-        return bool(ram["ballast_bytes"] >= 0.97 * ram["ballast_target_bytes"])
-
-    wait_until(is_filled, "the ballast is filled", timeout_s=120, every_s=0.2)
+    wait_for_ballast(instance)
     shape = (size_mib * MIB // LAYERS // 4096, 1024)
     state = {f"layer{i}": torch.rand(shape) for i in range(LAYERS)}
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
