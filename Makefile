@@ -17,7 +17,7 @@ WORKERS ?= 3
 # RERUN. It passes only then; what fails twice fails. RERUNS=0 for none.
 RERUNS ?= 1
 
-.PHONY: help setup demo test test-all pytest test-verbs image-check lint format bench soak mount-helper clean
+.PHONY: help setup demo test test-all pytest test-verbs image-check lint format docs bench soak mount-helper clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,12 @@ lint: setup ## ruff and mypy
 format: setup ## let ruff put the code in shape
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+docs: setup ## make anew the pages that are made of the code: settings, metrics, commands, the manual page
+	$(RUN)/python -m mount.cli.reference > docs/settings.md
+	$(RUN)/python -m mount.metrics_reference > docs/metrics.md
+	$(RUN)/python -m mount.cli.commands_reference > docs/commands.md
+	$(RUN)/python -m mount.cli.man_page > docs/man/tierfs.1
 
 bench: setup ## measure against baselines taken in the same run; results go to bench/results/
 	$(RUN)/python -m pip install -q -r bench/requirements.txt
