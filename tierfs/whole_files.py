@@ -6,16 +6,23 @@ import contextlib
 import os
 from pathlib import Path
 
+from tierfs.ram.books import with_room
+
 UNFINISHED = ".tmp"
 """The suffix of what a writer that died left beside the file. Its name begins with a dot."""
 
 
 def write_whole(path: Path, data: bytes, *, writer: str = "") -> None:
-    """Write a file of mode 0600, with its directories. Raises OSError (ENOSPC: what was there stays).
+    """Write a file of mode 0600, with its directories, also in a RAM tier that data has filled. Raises OSError (ENOSPC:
+    what was there stays).
 
     Writers that may be at the same file at once have different `writer` names. Nothing is fsynced: these files lie in
     the tmpfs whose content they describe, and live exactly as long.
     """
+    with_room(path, len(data), lambda: _write_whole(path, data, writer))
+
+
+def _write_whole(path: Path, data: bytes, writer: str) -> None:
     unfinished = path.with_name(f".{path.stem}.{writer or path.suffix.lstrip('.')}{UNFINISHED}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

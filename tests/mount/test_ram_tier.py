@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 import trio
 
+from tierfs.cluster.journal import Journal
 from tierfs.errors import MountError
 from tierfs.ram import syscalls, tmpfs
 from tierfs.ram.ballast import Ballast
 from tierfs.ram.tier import RamTier
 from tierfs.ram.tmpfs import HUGE_PAGE, TmpfsGrant
 from tierfs.settings import RamSettings
+from tierfs.whole_files import write_whole
 
 MIB = 1 << 20
 SIZE = 256 * MIB
@@ -362,6 +364,42 @@ async def test_room_is_asked_for_before_it_is_out(place: Path) -> None:
         os.close(fd)
         assert 80 * MIB < asked[0] <= 150 * MIB
         assert tier.problems() == []
+
+
+@needs_root
+async def test_the_tiers_own_books_are_written_though_data_has_filled_it(place: Path) -> None:
+    """Also while a program goes on to take whatever is free; and the limit is the tier's size again soon."""
+    grant = tmpfs.mount_tmpfs(place, SIZE, huge_pages="always", noswap=False)
+    tier = RamTier(place, RamSettings(ballast="off"), SIZE, grant)
+    async with running(tier):
+        data, over = os.open(tier.root / "data", os.O_RDWR | os.O_CREAT), threading.Event()
+
+        def take_all() -> None:
+            while not over.is_set():
+                with suppress(OSError):
+                    os.write(data, BLOCK)
+
+        taking = threading.Thread(target=take_all)
+        taking.start()
+        try:
+            await until(lambda: os.statvfs(place).f_bfree == 0, "the tier is full")
+            with pytest.raises(OSError, match="No space left"):
+                (tier.meta / "plain").write_bytes(b"x" * 5000)
+            for number in range(200):
+                write_whole(tier.meta / "deeper" / f"{number}.json", b"%d" % number * 3000)
+        finally:
+            over.set()
+            taking.join()
+        journal = Journal(tier.meta)
+        for _ in range(100):
+            journal.add("path", "some/where")
+        assert (tier.meta / "deeper" / "199.json").read_bytes() == b"199" * 3000
+        assert len(Journal(tier.meta)) == 100
+        used = tier.usage().used_bytes
+        assert used < SIZE + 64 * MIB
+        os.ftruncate(data, 0)
+        os.close(data)
+        await until(lambda: tmpfs.read_grant(place).size_bytes == SIZE, "the limit is the size again")
 
 
 @needs_root

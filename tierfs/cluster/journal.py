@@ -8,6 +8,7 @@ none; what a crash cut off at the end was not answered yet.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import Literal, cast
 
 from tierfs.errors import PathRefused
 from tierfs.json_fields import Fields, Wrong, refuse_constant
+from tierfs.ram.books import with_room
 from tierfs.steps.names import safe_relative
 from tierfs.whole_files import write_whole
 
@@ -93,12 +95,15 @@ class Journal:
 
     def _append(self, value: object) -> None:
         data = json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
+        with_room(self._path, len(data), lambda: self._append_line(data))
+
+    def _append_line(self, data: bytes) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             size = os.fstat(fd).st_size
             if os.write(fd, data) != len(data):
                 os.ftruncate(fd, size)
-                raise OSError(28, os.strerror(28), str(self._path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         finally:
             os.close(fd)
 

@@ -282,7 +282,11 @@ class StepRegistry:
             self.lines.write(
                 fact.namespace, f"evicted, {fact.bytes} bytes: newer steps need the room", step=fact.number
             )
-            self.evict(record)
+            try:
+                self.evict(record)
+            except OSError as error:  # its removal can't be noted; the next look tries again
+                log.warning("a step can't be evicted: %s", error, extra=self.extra(record))
+                break
         return bool(chosen) or coming_bytes > 0
 
     def evictable_bytes(self) -> int:
