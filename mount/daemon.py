@@ -22,6 +22,7 @@ from mount import kernel_mount
 from mount.channel import Channel
 from mount.control import ControlServer
 from mount.gateway_process import PAUSE_S, GatewayProcess, end_leftover
+from mount.gateway_status import GatewayStatus
 from mount.leaving import Leaving
 from mount.mending import run_again
 from mount.operations import Operations
@@ -143,6 +144,7 @@ class Daemon:
             path_of=self.filesystem.nodes.path,
             objects=self._object_operations(),
             cluster=ClusterOperations(self.cluster) if self.cluster is not None else None,
+            gateway=self._gateway_status(),
             leaving=self._leaving,
             pages=self.watching,
         )
@@ -158,6 +160,10 @@ class Daemon:
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
         self.gateway = GatewayProcess(instance, settings.gateway) if settings.gateway.listen else None
+
+    def _gateway_status(self) -> GatewayStatus | None:
+        listen = self.settings.gateway.listen
+        return GatewayStatus(self.instance, listen, self.tier.root) if listen else None
 
     def _left_stubs(self) -> Hydration | None:
         """Stubs of a mount with an object tier, or among other nodes: their holes are not to be read as data."""

@@ -57,7 +57,7 @@ def check_gateway(settings: Settings, instance: Instance) -> None:
 
 def end_leftover(instance: Instance) -> None:
     """Of an instance whose mount is gone: its gateway serves nobody."""
-    process = read_process(_pid_file(instance))
+    process = read_process(instance.gateway_pid)
     if process is None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -91,7 +91,7 @@ class GatewayProcess:
         raise InstanceError(f"the gateway's process ended by itself ({self._status()})")
 
     async def _adopt(self) -> int | None:
-        process = read_process(_pid_file(self._instance))
+        process = read_process(self._instance.gateway_pid)
         pidfd = process.pidfd() if process is not None else None
         if process is None or pidfd is None:
             return None
@@ -145,7 +145,7 @@ class GatewayProcess:
         finally:
             os.close(writing)
         write_atomically(_start_file(self._instance), json.dumps(self._starts_as))
-        write_process(_pid_file(self._instance), self._child.pid)
+        write_process(self._instance.gateway_pid, self._child.pid)
         return reading
 
     async def _end(self, pidfd: int) -> None:
@@ -175,7 +175,3 @@ async def _hear_ready(fd: int) -> bool:
 def _start_file(instance: Instance) -> Path:
     """With what the gateway was started, so that a daemon with other settings does not take it over."""
     return instance.directory / "gateway.json"
-
-
-def _pid_file(instance: Instance) -> Path:
-    return instance.directory / "gateway.pid"

@@ -28,6 +28,7 @@ from tierfs.steps.report import describe_namespaces, describe_step, describe_tie
 if TYPE_CHECKING:
     from mount.channel import Channel
     from mount.control import Operation, Progress
+    from mount.gateway_status import GatewayStatus
     from tierfs.steps.registry import StepRegistry
 
 _KINDS = {
@@ -64,6 +65,7 @@ class Operations:
         cluster: ClusterWork | None = None,
         leaving: Leaving | None = None,
         pages: ShownPages | None = None,
+        gateway: GatewayStatus | None = None,
     ) -> None:
         """`path_of` turns a node id into a path below the mount's root, where it has one; `objects` is there when
         there is an object tier, `cluster` when there may be other nodes. `pages` are what it shows by HTTP."""
@@ -75,6 +77,7 @@ class Operations:
         self._steps = StepOperations(registry)
         self._leaving = leaving or Leaving()
         self._pages = pages
+        self._gateway = gateway
         self._objects = ObjectControl(objects, self._leaving)
         self._cluster = ClusterControl(cluster, self._as_node)
         self._started = time.monotonic()
@@ -137,6 +140,7 @@ class Operations:
             "object": objects,
             "cluster": self._cluster.status(),
             "pages": self._pages.urls() if self._pages is not None else [],
+            "gateway": self._gateway.describe() if self._gateway is not None else None,
             "namespaces": _with_durability(namespaces, objects),
             "steps": [step for namespace in namespaces for step in namespace["steps"]],
             "growing": self._growing(),

@@ -71,6 +71,15 @@ class Instance:
         return self.directory / "spare.pid"
 
     @property
+    def gateway_pid(self) -> Path:
+        return self.directory / "gateway.pid"
+
+    @property
+    def gateway_counts(self) -> Path:
+        """What the gateway has served, as JSON."""
+        return self.directory / "gateway.counts"
+
+    @property
     def channel_state(self) -> Path:
         return self.directory / "channel.state"
 

@@ -5,6 +5,7 @@ Programs that see nothing but the mount, in a container say, have no other way t
 user.tierfs.size         of a file that is open for writing: how many bytes it will have, so that room is made now
 user.tierfs.tiers        of a step: `tierfs.steps.wishes`
 user.tierfs.durability   of a step: the same
+user.tierfs.ram_max_steps   of a namespace: the same
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Wishes:
         text = value.decode("utf-8", "replace")
         if wish == _SIZE:
             await self._make_room(nodeid, text)
-        elif wish in wishes.NAMES and rel is not None:
+        elif wish in (*wishes.NAMES, wishes.MAX_STEPS) and rel is not None:
             self._tracker.wished(rel, wish, text)
         else:
             raise pyfuse3.FUSEError(errno.EPERM)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MOST_SENDING = 8
+_MOST_NAMESPACES = 5
 _LEVEL_STYLES = {"object": "green", "replica": "green", "ram": ""}
 
 
@@ -78,6 +79,28 @@ def _rdma_facts(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
     peers = found["peers"].items()
     by_tcp = [f"{node} by TCP ({peer['reason']})" for node, peer in peers if peer["reason"]]
     return [("RDMA", Cell("; ".join([names, *by_tcp]), "yellow" if by_tcp else ""))]
+
+
+def gateway_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The line of the gateway for SageMaker's library, where it is on."""
+    from mount.cli.tables import Cell
+    from tierfs.units import format_size
+
+    found = status.get("gateway")
+    if not found:
+        return []
+    at = ", ".join(found["addresses"])
+    if found["pid"] is None:
+        return [("gateway", Cell(f"{at}, does not serve now", "yellow"))]
+    names = [each["namespace"] for each in found["namespaces"]]
+    more = len(names) - _MOST_NAMESPACES
+    shown = ", ".join(names[:_MOST_NAMESPACES]) + (f" and {more} more" if more > 0 else "")
+    told = ""
+    if found["requests"] is not None:
+        failed = f", {found['failed']} failed" if found["failed"] else ""
+        received, sent = format_size(found["received_bytes"]), format_size(found["sent_bytes"])
+        told = f", {found['requests']} requests{failed}, {received} received, {sent} sent"
+    return [("gateway", f"{at}{told}{', namespaces: ' + shown if shown else ''}")]
 
 
 def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -8,7 +8,15 @@ import sys
 import time
 from typing import Any
 
-from mount.cli.durability import cluster_facts, in_ram, leaving_fact, level_cell, object_facts, render_durability
+from mount.cli.durability import (
+    cluster_facts,
+    gateway_facts,
+    in_ram,
+    leaving_fact,
+    level_cell,
+    object_facts,
+    render_durability,
+)
 
 DEGRADED = 3
 _MOST_GROWING = 5
@@ -154,6 +162,7 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
             ("ballast", _ballast(ram)),
             *cluster_facts(status),
             *object_facts(status),
+            *gateway_facts(status),
             ("pages", ", ".join(status.get("pages", []))),
         ],
         screen,

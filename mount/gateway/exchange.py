@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import h11
 import trio
 
+from mount.gateway.counts import Counts
 from mount.gateway.refusal import Refusal
 
 READ_BYTES = 1 << 20
@@ -41,8 +42,9 @@ class Request:
 class Exchange:
     """One client. `next_request`, then `body` or `discard_body`, then one answer; and again."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(self, stream: trio.SocketStream, counts: Counts) -> None:
         self._stream = stream
+        self._counts = counts
         self._http = h11.Connection(h11.SERVER)
 
     async def next_request(self) -> Request | None:
@@ -66,6 +68,7 @@ class Exchange:
                 return
             if not isinstance(event, h11.Data):
                 raise ClientGone("the connection ended within a body")
+            self._counts.received_bytes += len(event.data)
             yield bytes(event.data)
 
     async def discard_body(self) -> None:
@@ -89,11 +92,13 @@ class Exchange:
             await self.answer(refusal.status, {"detail": refusal.message})
 
     async def begin_answer(self, status: int, size_bytes: int, headers: list[tuple[str, str]]) -> None:
+        self._counts.answered(status)
         head = h11.Response(status_code=status, headers=[("Content-Length", str(size_bytes)), *headers])
         await self._send(self._http.send(head))
 
     async def send_piece(self, data: bytes) -> None:
         await self._send(self._http.send(h11.Data(data=data)))
+        self._counts.sent_bytes += len(data)
 
     async def end_answer(self) -> None:
         await self._send(self._http.send(h11.EndOfMessage()))

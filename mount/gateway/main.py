@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from mount.gateway.counts import Counts
 from mount.gateway.daemon import Daemon
 from mount.gateway.exchange import ClientGone, Exchange, close
 from mount.gateway.refusal import Refusal, refusal_of
@@ -40,8 +41,9 @@ class Gateway:
         self._tree = tree
         self._service = service
         self._connections = trio.CapacityLimiter(MOST_CONNECTIONS)
+        self._counts = Counts()
 
-    async def run(self, addresses: list[tuple[str, int]], ready_fd: int) -> None:
+    async def run(self, addresses: list[tuple[str, int]], counts_file: Path, ready_fd: int) -> None:
         """Until the mount is gone, or SIGTERM. OSError where it can't listen."""
         listeners: list[trio.SocketListener] = []
         for host, port in addresses:
@@ -49,6 +51,7 @@ class Gateway:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._end_with_mount, nursery.cancel_scope)
             nursery.start_soon(_end_when_told, nursery.cancel_scope)
+            nursery.start_soon(self._counts.keep, counts_file)
             await nursery.start(partial(trio.serve_listeners, self._serve, listeners))
             os.write(ready_fd, b"\n")
             os.close(ready_fd)
@@ -56,7 +59,8 @@ class Gateway:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         async with self._connections:
-            exchange = Exchange(stream)
+            exchange = Exchange(stream, self._counts)
+            self._counts.connections += 1
             try:
                 while await self._one(exchange) and await exchange.begin_next():
                     pass
@@ -65,6 +69,7 @@ class Gateway:
             except Exception:
                 log.exception("a connection failed")
             finally:
+                self._counts.connections -= 1
                 await close(stream)
 
     async def _one(self, exchange: Exchange) -> bool:
@@ -124,7 +129,7 @@ def main() -> int:
             wait_s = settings.cluster.wait_s if settings.catalog else 0.0
             service = Service(tree, Daemon(instance), allow_reset=settings.gateway.allow_reset, wait_s=wait_s)
             addresses = split_setting(settings.gateway.listen, "gateway.listen")
-            trio.run(Gateway(tree, service).run, addresses, int(os.environ.pop(READY_FD)))
+            trio.run(Gateway(tree, service).run, addresses, instance.gateway_counts, int(os.environ.pop(READY_FD)))
         except (OSError, TierfsError) as error:
             log.critical("the gateway can't run: %s", error)
             return 1

@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from mount.gateway.daemon import Daemon, is_whole
 from mount.gateway.refusal import Refusal
 from mount.gateway.tree import Tree
-from tierfs.sagemaker.layout import METADATA, MOST_RANKS, rank_of, shard_name, step_name, step_of
+from tierfs.sagemaker.layout import METADATA, MOST_RANKS, NAMESPACE_NOTE, rank_of, shard_name, step_name, step_of
 
 log = logging.getLogger("tierfs.gateway")
 
-NOTE = ".sagemaker.json"
 #: What the library asks for, and can't be told otherwise.
 STEPS_RETAINED = 3
+#: docs/semantics.md, "Extended attributes".
+RETAINED = "user.tierfs.ram_max_steps"
 _NOTE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """`ranks` counts the metadata too. `steps_retained` is remembered and told; what stays in RAM is the business of
-    the settings `retention`, as for all steps."""
+    """`ranks` counts the metadata too. `steps_retained` is how many whole steps stay in RAM, where the settings
+    (`retention.ram_max_steps`) don't say it."""
 
     name: str
     ranks: int
@@ -44,13 +45,16 @@ class Namespaces:
         """None where nothing was made. A namespace of which only steps are left, since the nodes' RAM was lost and they
         came back from the object tier, is what its newest step says."""
         try:
-            value = json.loads(self._tree.read(f"{name}/{NOTE}", _NOTE_BYTES))
+            value = json.loads(self._tree.read(f"{name}/{NAMESPACE_NOTE}", _NOTE_BYTES))
             return Namespace(name, _at_least_one(value["num_ranks"]), _at_least_one(value["steps_retained"]))
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             log.warning(
-                "the note %s of the namespace %s can't be read (%s); its steps are looked at", NOTE, name, error
+                "the note %s of the namespace %s can't be read (%s); its steps are looked at",
+                NAMESPACE_NOTE,
+                name,
+                error,
             )
         for step in self.whole_steps(name):
             return Namespace(name, self._ranks(f"{name}/{step_name(step)}"), STEPS_RETAINED)
@@ -73,8 +77,19 @@ class Namespaces:
         note = json.dumps({"num_ranks": wanted.ranks, "steps_retained": wanted.steps_retained})
         with self._tree.directory(name, make=True):
             pass
-        self._tree.write_whole(f"{name}/{NOTE}", note.encode())
+        self._tree.write_whole(f"{name}/{NAMESPACE_NOTE}", note.encode())
         log.info("a namespace for %d ranks", ranks, extra={"namespace": name, "step": "", "file": "", "tier": ""})
+
+    def keep_newest(self, namespace: Namespace) -> None:
+        """Has the file system keep as many steps as the namespace retains: on each node that receives shards of it, as
+        every node goes by what it was asked for itself."""
+        wanted = str(namespace.steps_retained)
+        try:
+            if self._tree.attribute(namespace.name, RETAINED) != wanted:
+                self._tree.set_attribute(namespace.name, RETAINED, wanted)
+        except OSError as error:  # no such attributes on this kernel: then `retention` alone decides
+            log.warning("%d steps retained is not to be had: %s", namespace.steps_retained, error.strerror,
+                        extra={"namespace": namespace.name, "step": "", "file": "", "tier": ""})  # fmt: skip
 
     def whole_steps(self, name: str) -> Iterator[int]:
         """The steps that can be loaded, the highest number first: complete, with no rank's shard lost."""
@@ -92,8 +107,10 @@ class Namespaces:
             rel = f"{name}/{each}"
             if step_of(each) is not None and any(rank_of(inner) is not None for inner in self._tree.directories(rel)):
                 self._daemon.remove(rel)
+        with suppress(OSError):
+            self._tree.set_attribute(name, RETAINED, "")
         with suppress(FileNotFoundError):
-            self._tree.unlink(f"{name}/{NOTE}")
+            self._tree.unlink(f"{name}/{NAMESPACE_NOTE}")
         with suppress(OSError):
             self._tree.rmdir(name)
         log.warning("deleted the namespace", extra={"namespace": name, "step": "", "file": "", "tier": ""})
@@ -101,7 +118,7 @@ class Namespaces:
     def reset(self) -> None:
         """Deletes every namespace that a client of the gateway made."""
         for name in self._tree.directories(""):
-            if self._tree.size(f"{name}/{NOTE}") is not None:
+            if self._tree.size(f"{name}/{NAMESPACE_NOTE}") is not None:
                 self.delete(name)
 
 

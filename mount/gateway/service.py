@@ -23,7 +23,7 @@ import trio
 
 from mount.gateway.daemon import Daemon, is_whole
 from mount.gateway.exchange import ClientGone, Exchange, Request
-from mount.gateway.namespaces import STEPS_RETAINED, Namespaces, wanted
+from mount.gateway.namespaces import STEPS_RETAINED, Namespace, Namespaces, wanted
 from mount.gateway.refusal import Refusal
 from mount.gateway.shards import Incoming, Place, Shards, claimed_checksum, read_piece
 from mount.gateway.tree import Tree
@@ -69,7 +69,8 @@ class Service:
             case ("v1", "cp", "checkpoints", name, "latest") if method == "GET":
                 await self._latest(_namespace(name), request, exchange)
             case ("v1", "cp", "checkpoints", name, rank, step) if method in ("GET", "POST", "PUT", "DELETE"):
-                place = await self._place(_namespace(name), _number(rank, "rank"), _number(step, "step"))
+                namespace = await self._existing(_namespace(name))
+                place = _place(namespace, _number(rank, "rank"), _number(step, "step"))
                 if method == "GET":
                     await self._get(place, exchange)
                 elif method == "DELETE":
@@ -77,6 +78,7 @@ class Service:
                         await self._in_thread(self._shards.delete, place)
                     await exchange.answer(200, {"status": "deleted"})
                 else:
+                    await self._in_thread(self._namespaces.keep_newest, namespace)
                     await self._put(place, request, exchange)
             case ("v1", "cp", "cluster", "reset") if method == "POST":
                 if not self._allow_reset:
@@ -95,10 +97,7 @@ class Service:
 
     async def _namespace(self, name: str, request: Request, exchange: Exchange) -> None:
         if request.method == "GET":
-            found = await self._in_thread(self._namespaces.get, name)
-            if found is None:
-                raise Refusal(404, f"there is no namespace {name!r}")
-            await exchange.answer(200, found.answer())
+            await exchange.answer(200, (await self._existing(name)).answer())
         elif request.method == "POST":
             ranks = wanted(request.query.get("num_ranks", ""), "num_ranks")
             retained = wanted(request.query.get("steps_retained", ""), "steps_retained", STEPS_RETAINED)
@@ -115,19 +114,15 @@ class Service:
     async def _latest(self, name: str, request: Request, exchange: Exchange) -> None:
         limit = wanted(request.query.get("limit", ""), "limit", _LATEST)
         found = await self._in_thread(lambda: list(itertools.islice(self._namespaces.whole_steps(name), limit)))
-        if not found and await self._in_thread(self._namespaces.get, name) is None:
-            raise Refusal(404, f"there is no namespace {name!r}")
+        if not found:
+            await self._existing(name)
         await exchange.answer(200, found)
 
-    async def _place(self, name: str, rank: int, step: int) -> Place:
+    async def _existing(self, name: str) -> Namespace:
         namespace = await self._in_thread(self._namespaces.get, name)
         if namespace is None:
             raise Refusal(404, f"there is no namespace {name!r}")
-        if rank >= namespace.ranks:
-            raise Refusal(
-                400, f"the namespace {name!r} is for {namespace.ranks} ranks (the metadata is the last); {rank} is none"
-            )
-        return Place(name, step, rank, namespace.ranks)
+        return namespace
 
     async def _get(self, place: Place, exchange: Exchange) -> None:
         with ExitStack() as stack:
@@ -191,6 +186,16 @@ class Service:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await trio.to_thread.run_sync(partial(function, *arguments), limiter=self._threads)
+
+
+def _place(namespace: Namespace, rank: int, step: int) -> Place:
+    if rank >= namespace.ranks:
+        raise Refusal(
+            400,
+            f"the namespace {namespace.name!r} is for {namespace.ranks} ranks (the metadata is the last); "
+            f"{rank} is none",
+        )
+    return Place(namespace.name, step, rank, namespace.ranks)
 
 
 def _namespace(text: str) -> str:

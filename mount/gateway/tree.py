@@ -7,6 +7,7 @@ writing to the disk that lies below. Blocking: for threads.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -118,6 +119,21 @@ class Tree:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def attribute(self, rel: str, name: str) -> str:
+        """An extended attribute of the directory; "" where it has none. OSError."""
+        with self.directory(rel) as directory:
+            try:
+                return os.getxattr(directory, name).decode("ascii", "replace")
+            except OSError as error:
+                if error.errno != errno.ENODATA:
+                    raise
+                return ""
+
+    def set_attribute(self, rel: str, name: str, value: str) -> None:
+        """OSError."""
+        with self.directory(rel) as directory:
+            os.setxattr(directory, name, value.encode())
 
     def directories(self, rel: str) -> list[str]:
         """The names of the directories in it, in no order; links are none. [] where there is no such directory."""

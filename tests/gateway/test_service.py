@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rig.instance import Instance, wait_until
+from rig.instance import Instance, tierfs, wait_until
 from rig.sagemaker import address
 
 pytestmark = pytest.mark.slow
@@ -47,9 +47,9 @@ def client(url: str) -> Iterator[MakeClient]:
     name = f"ns-{uuid.uuid4().hex[:8]}"
     made: list[Any] = []
 
-    def make(rank: int = 0, world: int = 1, metadata_files: int = 1) -> Any:
+    def make(rank: int = 0, world: int = 1, metadata_files: int = 1, retained: int = 3) -> Any:
         config = InMemoryClientConfig(base_url=url)
-        made.append(_client.InMemoryCheckpointClient(name, str(rank), str(world), config, metadata_files))
+        made.append(_client.InMemoryCheckpointClient(name, str(rank), str(world), config, metadata_files, retained))
         return made[-1]
 
     yield make
@@ -96,7 +96,7 @@ def test_the_libraries_own_check_of_a_service(client: MakeClient) -> None:
 
 
 def test_only_whole_steps_are_the_latest(client: MakeClient, instance: Instance) -> None:
-    one = client(world=2)
+    one = client(world=2, retained=10)
     one.get_or_create_namespace()
     for step in (3, 20, 100):
         save(one, step, b"a" * 1000, b"b" * 1000)
@@ -119,6 +119,40 @@ def test_only_whole_steps_are_the_latest(client: MakeClient, instance: Instance)
     assert [one.get_checkpoint(step=100, rank=rank)[:1] for rank in (0, 1)] == [b"A", b"B"]
     one.delete_checkpoint(step=20, rank=1)
     assert one.get_latest_checkpoints() == [200, 100, 3]
+
+
+def test_as_many_steps_stay_as_the_namespace_retains_and_status_tells_of_it(
+    client: MakeClient, instance: Instance
+) -> None:
+    one = client(world=2)
+    one.get_or_create_namespace()
+    namespace = instance.mountpoint / one.namespace
+    save(one, 1, b"a" * 1000, b"b" * 1000)
+    tierfs("pin", namespace / "step_1")
+    for step in range(2, 6):
+        save(one, step, b"a" * 1000, b"b" * 1000)
+    assert os.getxattr(namespace, "user.tierfs.ram_max_steps") == b"3"
+    assert one.get_latest_checkpoints() == [5, 4, 3, 1], "the newest three; what is pinned is nobody's to remove"
+    one.put_checkpoint(step=6, data=b"a" * 1000, rank=0)
+    assert one.get_latest_checkpoints() == [5, 4, 3, 1], "a step that is not whole takes no other's place"
+
+    def shown() -> Any:
+        return instance.status()["gateway"]
+
+    def is_told() -> bool:
+        told = shown()
+        return (told["requests"] or 0) >= 17 and told["received_bytes"] >= 11_000
+
+    wait_until(is_told, "its requests are told of")
+    told = shown()
+    assert told["addresses"] == [instance.options["gateway.listen"]] and told["pid"] == gateway_pid(instance)
+    assert told["failed"] == 0
+    entry = {"namespace": one.namespace, "num_ranks": 3, "steps_retained": 3}
+    assert entry in told["namespaces"]
+    line = next(line for line in tierfs("status", instance.mountpoint).splitlines() if line.startswith("gateway"))
+    assert told["addresses"][0] in line and " requests" in line and one.namespace in line
+    one.delete_namespace()
+    assert entry not in shown()["namespaces"]
 
 
 def test_metadata_that_says_more_than_the_shards_hold_completes_nothing(client: MakeClient) -> None:

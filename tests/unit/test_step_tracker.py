@@ -740,6 +740,33 @@ async def test_a_maximum_is_held_and_spares_pinned_and_open_steps(tmp_path: Path
     assert sorted(step for _, step in driver.registry.records) == ["step_4", "step_5"]
 
 
+async def test_a_namespace_s_own_maximum_is_held_where_the_settings_have_none(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "ram")
+    for namespace in ("asked", "other"):
+        driver.mkdirs(f"{namespace}/step_1")
+    driver.steps.wished("asked", "ram_max_steps", "2")
+    for wrong in ("0", "-1", "x", "2,3", "9" * 20):
+        with pytest.raises(PathRefused):
+            driver.steps.wished("asked", "ram_max_steps", wrong)
+    for no_namespace in ("asked/step_1", "nowhere"):
+        with pytest.raises((PathRefused, NotAStep)):
+            driver.steps.wished(no_namespace, "ram_max_steps", "1")
+    for number in range(1, 5):
+        await driver.save(f"asked/step_{number}", 1)
+        await driver.save(f"other/step_{number}", 1)
+    assert sorted(step for where, step in driver.registry.records if where == "asked") == ["step_3", "step_4"]
+    assert len(driver.registry.records) == 6
+    driver.registry.settings.retention.ram_max_steps = 3  # an operator's word is the last
+    await driver.save("asked/step_5", 1)
+    await driver.save("other/step_5", 1)
+    assert [len(driver.registry.of_namespace(name)) for name in ("asked", "other")] == [3, 3]
+    driver.steps.wished("asked", "ram_max_steps", "")
+    driver.registry.settings.retention.ram_max_steps = 0
+    for number in range(6, 10):
+        await driver.save(f"asked/step_{number}", 1)
+    assert len(driver.registry.of_namespace("asked")) == 7, "taken back"
+
+
 async def test_room_for_the_next_step_is_made_when_its_directory_is(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

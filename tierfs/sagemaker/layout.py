@@ -18,6 +18,9 @@ METADATA = f"rank_0/{METADATA_FILE}"
 DCP_METADATA = ".metadata"
 NOTE_SUFFIX = ".shard-meta.json"
 
+#: In a namespace that was made by the library's protocol: for how many ranks, and how many steps are to stay.
+NAMESPACE_NOTE = ".sagemaker.json"
+
 #: More ranks, and steps with more digits, than anybody has.
 MOST_RANKS = 1_000_000
 _NUMBER = r"(0|[1-9][0-9]{0,17})"

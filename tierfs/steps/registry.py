@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import trio
@@ -19,7 +20,8 @@ import trio
 from tierfs.crash_points import CrashPoints
 from tierfs.logs import NamespaceLog
 from tierfs.ram.tier import RamTier
-from tierfs.settings import Settings
+from tierfs.settings import RetentionSettings, Settings
+from tierfs.steps import wishes
 from tierfs.steps.cluster import Alone, Cluster
 from tierfs.steps.latest import NAME as LATEST
 from tierfs.steps.latest import LatestLink
@@ -331,10 +333,15 @@ class StepRegistry:
             # What the object tier has and RAM does not has left already.
             if record.is_complete and not (record.is_persisted and self.ram_bytes(record) == 0)
         }
-        chosen = choose_evictions(
-            list(facts), lambda namespace: self.settings.for_namespace(namespace).retention, wanted_bytes
-        )
+        chosen = choose_evictions(list(facts), self._retention_of, wanted_bytes)
         return [(fact, facts[fact]) for fact in chosen]
+
+    def _retention_of(self, namespace: str) -> RetentionSettings:
+        """The settings, with the maximum that a program wished for where they have none."""
+        policy = self.settings.for_namespace(namespace).retention
+        if policy.ram_max_steps > 0 or not (wished := wishes.max_steps_of(self.root / namespace)):
+            return policy
+        return replace(policy, ram_max_steps=wished)
 
     def make_room_for_next(self, namespace: str, *, sparing: StepRecord | None = None) -> None:
         """Room for another step of the last one's size, before it is needed."""

@@ -384,6 +384,8 @@ class Steps:
         values = {"user.tierfs.tier": b"object" if self.registry.object_tier.is_stub(st.st_ino) else b"ram"}
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
+        if where is None and stat.S_ISDIR(st.st_mode) and (most := wishes.max_steps_of(self.registry.root / rel)):
+            values[f"user.tierfs.{wishes.MAX_STEPS}"] = str(most).encode()
         if where is None or record is None:
             return values
         if not where.inner:
@@ -409,9 +411,12 @@ class Steps:
 
     def wished(self, rel: str, name: str, value: str) -> None:
         where = self.registry.names.locate(rel)
+        if name == wishes.MAX_STEPS and where is None:
+            wishes.put_max_steps(self.registry.root / rel, value)
+            return
         record = self.registry.at_or_new(where) if where is not None and not where.inner else None
-        if record is None:
-            raise NotAStep(f"{rel} is no step, so nobody can wish for its {name}")
+        if record is None or name not in wishes.NAMES:
+            raise NotAStep(f"nobody can wish for {name} of {rel}: it is for {'namespaces' if record else 'steps'}")
         settings = self.registry.settings
         policy = settings.for_namespace(record.manifest.namespace).persist.policy
         wishes.put(record.directory, name, value, has_object_tier=bool(settings.object) and policy != "none")

@@ -1,6 +1,7 @@
-"""What a program asks of one step alone, ahead of the settings: `tiers` and `durability`.
+"""What a program asks of one step alone, ahead of the settings: `tiers` and `durability`; and of a namespace, where the
+settings leave it open: `ram_max_steps`.
 
-A wish is an extended attribute of the step's directory in the RAM tier, so it goes with the directory: it outlives the
+A wish is an extended attribute of the directory in the RAM tier, so it goes with the directory: it outlives the
 daemon, and a step that is removed takes it along. Root keeps it in `trusted.tierfs.*`; others in `user.tierfs.*`, which
 a tmpfs has since Linux 6.6 (without it a wish is refused). Through the mount both are `user.tierfs.*`.
 """
@@ -15,6 +16,8 @@ from tierfs.errors import PathRefused, WishRefused
 
 TIERS = ("ram", "replica", "object")
 NAMES = ("tiers", "durability")
+MAX_STEPS = "ram_max_steps"
+_MOST_STEPS = 1_000_000
 _ABSENT = (errno.ENODATA, errno.ENOTSUP, errno.ENOENT, errno.ENOTDIR)
 
 
@@ -32,14 +35,23 @@ def put(directory: Path, name: str, value: str, *, has_object_tier: bool) -> Non
         raise PathRefused(f"tiers = {value!r} lacks ram, where each step is written")
     if "object" in wanted and not has_object_tier:
         raise WishRefused(f"{directory.name} can't go to an object tier: there is none, or persist.policy is none")
-    if not wanted:
-        try:
-            os.removexattr(directory, _attribute(name))
-        except OSError as error:
-            if error.errno not in _ABSENT:
-                raise
-        return
-    os.setxattr(directory, _attribute(name), ",".join(wanted).encode())
+    _keep(directory, name, ",".join(wanted))
+
+
+def put_max_steps(namespace: Path, value: str) -> None:
+    """Keeps how many complete steps of the namespace are to stay in RAM at most, as `retention.ram_max_steps` says it;
+    an empty one takes it back. Raises PathRefused for what is no such number, or no directory; OSError."""
+    if value and not (value.isascii() and value.isdigit() and len(value) < 10 and 1 <= int(value) <= _MOST_STEPS):
+        raise PathRefused(f"{MAX_STEPS} = {value!r} is no number of steps from 1 to {_MOST_STEPS}")
+    if namespace.is_symlink() or not namespace.is_dir():
+        raise PathRefused(f"{namespace.name} is no directory, so there are no steps in it")
+    _keep(namespace, MAX_STEPS, value)
+
+
+def max_steps_of(namespace: Path) -> int:
+    """0 where nobody wished for anything."""
+    value = _get(namespace, MAX_STEPS)
+    return int(value) if value.isdigit() else 0
 
 
 def of(directory: Path) -> dict[str, str]:
@@ -61,6 +73,17 @@ def tiers_of(directory: Path) -> frozenset[str] | None:
 def durability_of(directory: Path) -> str:
     """What the completing rename waits for: ram, replica or object; "" where nobody wished for anything."""
     return _get(directory, "durability")
+
+
+def _keep(directory: Path, name: str, value: str) -> None:
+    if value:
+        os.setxattr(directory, _attribute(name), value.encode())
+        return
+    try:
+        os.removexattr(directory, _attribute(name))
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
 
 
 def _get(directory: Path, name: str) -> str:
