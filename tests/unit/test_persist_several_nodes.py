@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -209,19 +208,25 @@ async def test_what_a_lost_node_has_listed_is_not_sent_again(tmp_path: Path) -> 
     assert sorted(manifest_of(group.store, STEP)["files"]) == sorted(WRITTEN)
 
 
-async def test_a_node_that_has_nothing_of_the_step_waits_without_looking_into_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shown", [(), (MARKER,)], ids=["nothing", "a-name-that-was-looked-for"])
+async def test_a_node_that_has_nothing_of_the_step_waits_without_looking_into_it(
+    tmp_path: Path, shown: tuple[str, ...]
+) -> None:
     group = Group(tmp_path)
     idle = group.nodes["n3"]
     group.written = {inner: (author if author != "n3" else "n2", size) for inner, (author, size) in WRITTEN.items()}
     for node in group.nodes.values():
         group.complete(node, generation=2, seed=2, completed_at=200.0)
-    shutil.rmtree(idle.registry.root / STEP)
-    group.record("n3").manifest.files = {}
+    for inner in list(group.record("n3").manifest.files):
+        if inner not in shown:
+            (idle.registry.root / STEP / inner).unlink()
+            del group.record("n3").manifest.files[inner]
     group.record("n3").manifest.populated = False
     async with group.running():
         await group.until_persisted()
     assert isinstance(idle.client, MemoryClient)
     assert not idle.client.sent and idle.client.requests["put"] <= 1, "at most the object tier's own name"
+    assert idle.client.requests["get"] < 50, "what is committed is looked at once"
     assert not group.record("n3").manifest.populated
 
 

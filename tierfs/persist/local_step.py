@@ -24,7 +24,7 @@ class Superseded(Exception):
 
 
 class LocalStep:
-    """`entries` and `stats` by the path inside the step, as they were found by `read`.
+    """`entries` and `stats` by the path inside the step, as they were found by `read`; empty where it was not.
 
     `is_mine` tells of a file whether this node is to send it; others may come and go here as long as their sizes stay.
     """
@@ -91,8 +91,11 @@ class LocalStep:
         self.stats = stats
 
     def is_current(self) -> bool:
-        """The record still describes what was read."""
+        """The record still describes what was read; of what was not, that there is still no more of it here than names
+        that somebody looked for."""
         now = self.record.manifest
+        if not self.stats:
+            return self._is_here() and not now.populated
         return (
             self._is_here()
             and self.entries.keys() == {inner for inner in now.files if not is_own(inner)}

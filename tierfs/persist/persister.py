@@ -358,6 +358,8 @@ class Persister:
         )
         if run.commit.local.is_current():
             manifest.owed = ""
+        else:
+            self.put_off.for_now(record.key, LOOK_AGAIN_S)
         self.registry.save_or_later(record)
         self.registry.crash("persist:recorded")
         run.commit.forget_journal()
