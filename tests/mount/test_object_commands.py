@@ -185,6 +185,23 @@ def test_repair_mends_a_damaged_object_from_ram(tiered: ObjectRig) -> None:
     assert ask("verify", "--tier", "all", step)["bad"] == []
 
 
+def test_repair_mends_a_copy_in_ram_that_was_changed_past_the_mount(tiered: ObjectRig) -> None:
+    """Also where its time or size tells of it: what verify calls bad must not be passed over as just being written."""
+    tiered.mount("persist.policy=demand")
+    step = tiered.write_step("step_5")
+    assert tierfs("flush", step, "--wait").returncode == 0
+    whole = (step / "model.safetensors").read_bytes()
+    backing = tiered.real.instance.ram / "root" / "run1" / "step_5" / "model.safetensors"
+    for damaged in (bytes([whole[0] ^ 1]) + whole[1:], whole[:MIB]):
+        with open(backing, "r+b") as file:
+            file.write(damaged)
+            file.truncate(len(damaged))
+        assert [each["tier"] for each in ask("verify", "--tier", "all", step, code=1)["bad"]] == ["ram"]
+        assert [each["action"] for each in ask("repair", step)["actions"]] == ["fetched again"]
+        assert ask("verify", "--tier", "all", step)["bad"] == []
+        assert (step / "model.safetensors").read_bytes() == whole
+
+
 def test_an_unreachable_store_mounts_and_status_says_why_it_waits(tiered: ObjectRig) -> None:
     tiered.close_gate()
     assert "warning: the object tier can't be used now" in tiered.mount().stderr

@@ -14,11 +14,12 @@ import os
 import stat
 import uuid
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import trio
 
-from tierfs.checksum import to_text
+from tierfs.checksum import FileChecksum, checksum_fd, to_text
 from tierfs.errors import NoRoom, ObjectCorrupt, StepBusy, TierfsError
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.layout import file_key, manifest_key
@@ -30,7 +31,6 @@ from tierfs.persist.verifying import Examined, examine, examine_files
 from tierfs.steps.manifest import FileEntry
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
-from tierfs.steps.upkeep import checksum_path
 
 if TYPE_CHECKING:
     from tierfs.hydrate.hydration import Hydration
@@ -209,10 +209,10 @@ class Repair:
     async def _why_ram_bad(self, record: StepRecord, inner: str, entry: FileEntry, of_object: ObjectFile | None) -> str:
         """What is wrong with the copy in RAM; "" where nothing is, or nobody can tell."""
         try:
-            read = await trio.to_thread.run_sync(checksum_path, record.directory / inner, entry, lambda: False)
+            read = await trio.to_thread.run_sync(_checksum_of, record.directory / inner, entry)
         except OSError as error:
             return f"can't be read: {error.strerror}"
-        if read is None:
+        if read is None or record.manifest.files.get(inner) is not entry or inner in record.open_names():
             return ""  # written again meanwhile
         wanted = entry.checksum or (to_text(of_object.checksum) if of_object is not None else read.text)
         return "" if read.text == wanted else f"has the checksum {read.text}, {wanted} was sealed"
@@ -323,3 +323,14 @@ class Repair:
         self._registry.problem("error", f"{record.rel} is {manifest.note}", record.rel)
         self._registry.lines.write(manifest.namespace, manifest.note, level="ERROR", step=manifest.number)
         self._registry.update_latest(manifest.namespace)
+
+
+def _checksum_of(path: Path, entry: FileEntry) -> FileChecksum | None:
+    """Of the inode that was sealed, whatever its size and times are now: what is damaged may have others.
+
+    None where the name has another inode."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return checksum_fd(fd) if os.fstat(fd).st_ino == entry.ino else None
+    finally:
+        os.close(fd)
