@@ -22,7 +22,9 @@ from mount.daemon_process import describe_status
 from mount.processes import package_environment
 from mount.runtime import Instance, read_process, write_atomically, write_process
 from tierfs.errors import InstanceError, MountError, SettingsError
+from tierfs.sagemaker.layout import step_name
 from tierfs.settings import GatewaySettings, Settings
+from tierfs.steps.names import StepNames
 
 log = logging.getLogger("tierfs.gateway")
 
@@ -35,8 +37,8 @@ _PACKAGES = ("h11", "xxhash")
 
 
 def check_gateway(settings: Settings, instance: Instance) -> None:
-    """SettingsError where a package is missing, MountError where it can't listen. Ends what an instance that was killed
-    left. For an instance that is not mounted."""
+    """SettingsError where a package is missing or its steps are none by the settings, MountError where it can't listen.
+    Ends what an instance that was killed left. For an instance that is not mounted."""
     from tierfs.transport.addresses import join_address, split_setting
 
     if not settings.gateway.listen:
@@ -44,6 +46,11 @@ def check_gateway(settings: Settings, instance: Instance) -> None:
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise SettingsError(
             f"gateway.listen needs {' and '.join(missing)}: pip install 'tierfs[sagemaker]'", key="gateway.listen"
+        )
+    if StepNames(settings.steps.patterns).number(step_name(0)) is None:
+        raise SettingsError(
+            "gateway.listen needs steps that are named step_N: add step_(?P<step>[0-9]+) to steps.patterns",
+            key="steps.patterns",
         )
     end_leftover(instance)
     for host, port in split_setting(settings.gateway.listen, "gateway.listen"):

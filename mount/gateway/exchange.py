@@ -38,6 +38,12 @@ class Request:
     query: Mapping[str, str]
     headers: Mapping[str, str]
 
+    @property
+    def body_bytes(self) -> int | None:
+        """As its head says it, which h11 has held against the rules; None where it comes in chunks."""
+        length = self.headers.get("content-length")
+        return int(length) if length is not None and "transfer-encoding" not in self.headers else None
+
 
 class Exchange:
     """One client. `next_request`, then `body` or `discard_body`, then one answer; and again."""

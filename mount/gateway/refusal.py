@@ -8,7 +8,7 @@ from mount.gateway.tree import Unmounted
 from tierfs.errors import InstanceError, PathRefused, StepBusy, TierfsError
 
 #: Insufficient Storage (RFC 4918, 11.5).
-_FULL = 507
+FULL = 507
 
 
 class Refusal(Exception):
@@ -36,5 +36,5 @@ def refusal_of(error: Exception, what: str) -> Refusal | None:
         return Refusal(404, f"{what} is not there")
     if isinstance(error, OSError):
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return Refusal(_FULL if full else 500, f"{what}: {error.strerror or error}")
+        return Refusal(FULL if full else 500, f"{what}: {error.strerror or error}")
     return None

@@ -145,7 +145,7 @@ class Service:
             is_again = await self._in_thread(self._shards.is_committed, place, claimed)
             try:
                 if not is_again:
-                    await self._in_thread(incoming.open)
+                    await self._in_thread(incoming.open, request.body_bytes)
                 await self._receive(incoming, exchange)
                 if is_again:
                     incoming.verified(claimed)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import xxhash
 
 from mount.gateway.daemon import Daemon, is_whole
-from mount.gateway.refusal import Refusal
+from mount.gateway.refusal import FULL, Refusal
 from mount.gateway.tree import Tree
 from tierfs.errors import CommitRefused, MarkerUnreadable, TierfsError
 from tierfs.sagemaker.layout import DCP_METADATA, METADATA, note_name, shard_name, step_name
@@ -31,6 +31,8 @@ log = logging.getLogger("tierfs.gateway")
 
 #: The only one that the library knows (its `storage/clients/inmemory/models.py`).
 ALGORITHM = "xxh3_128"
+#: docs/semantics.md, "Extended attributes".
+_SIZE_AHEAD = "user.tierfs.size"
 _NOTE_BYTES = 4096
 _PIECE_BYTES = 4 << 20
 _LOOK_S = 0.05
@@ -104,9 +106,17 @@ class Incoming:
         self._sum = xxhash.xxh3_128()
         self._size_bytes = 0
 
-    def open(self) -> None:
+    def open(self, expected_bytes: int | None) -> None:
+        """Refusal for what no tier of this size can hold: nothing is evicted, or overwritten, for its sake."""
+        if expected_bytes is not None and expected_bytes > self._tree.capacity_bytes():
+            raise Refusal(
+                FULL, f"{self._place.rel} is to have {expected_bytes} bytes, more than the RAM tier has in all"
+            )
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._fd = self._open.enter_context(self._tree.file(self._place.rel, flags))
+        if expected_bytes is not None:
+            with suppress(OSError):  # then room is made as the file grows
+                os.setxattr(self._fd, _SIZE_AHEAD, str(expected_bytes).encode())
         with suppress(FileNotFoundError):
             self._tree.unlink(self._place.note_rel)
 

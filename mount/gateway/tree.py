@@ -42,6 +42,12 @@ class Tree:
         with self._root():
             pass
 
+    def capacity_bytes(self) -> int:
+        """What the mount could hold were it empty."""
+        with self._root() as root:
+            found = os.statvfs(root)
+        return found.f_blocks * found.f_frsize
+
     @contextmanager
     def directory(self, rel: str, *, make: bool = False) -> Iterator[int]:
         """A descriptor of the directory at the relative path, "" for the root. OSError, Unmounted, PathRefused."""

@@ -265,6 +265,14 @@ def test_bodies_are_not_held_in_memory_and_a_full_tier_says_so(client: MakeClien
     with pytest.raises(_errors.InMemoryServerError, match="Server error"):
         one.put_checkpoint(step=2, data=shard + shard)
     assert one.get_latest_checkpoints() == [1]
+    # One that no tier of this size could hold: nothing makes way for it.
+    for step in (1, 3):
+        head = f"POST /v1/cp/checkpoints/{one.namespace}/0/{step} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 40}\r\n"
+        with socket.create_connection(address(instance), 30) as connection:
+            connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+            assert connection.recv(65536).startswith(b"HTTP/1.1 507")
+    assert one.get_checkpoint(step=1) == shard
+    assert not (instance.mountpoint / one.namespace / "step_3").exists()
 
 
 def test_a_shard_under_way_survives_the_daemon_and_the_next_one_has_a_gateway(

@@ -48,6 +48,11 @@ def test_a_cluster_that_this_node_can_not_be_in_is_refused_before_anything_start
     assert not real.instance.directory.exists()
 
 
+def test_a_gateway_whose_steps_would_be_none_is_refused(real: Rig) -> None:
+    said = refused(real, 'gateway.listen=127.0.0.1:0,steps.patterns="it_(?P<step>[0-9]+)"')
+    assert "needs steps that are named step_N" in said
+
+
 def test_mounts_keep_their_files_over_an_umount_until_they_are_discarded(real: Rig) -> None:
     assert f"mounted {real.name} on {real.place}" in real.mount().stdout
     (real.place / "run1").mkdir()
