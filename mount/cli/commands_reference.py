@@ -57,7 +57,7 @@ def _pages(parser: argparse.ArgumentParser, words: tuple[str, ...], summary: str
         shown = [each for each in parser._actions if each.help != argparse.SUPPRESS and each not in groups]
         options = [each for each in shown if each.option_strings and "--help" not in each.option_strings]
         arguments = [each for each in shown if not each.option_strings]
-        usage = ["tierfs", *words, *(f"[{_option(each, all_names=False)}]" for each in options)]
+        usage = ["tierfs", *words, *_in_usage(parser, options)]
         usage += [_positional(each) for each in arguments] + ["ACTION ..."] * len(groups)
         yield CommandPage(
             words,
@@ -73,6 +73,19 @@ def _pages(parser: argparse.ArgumentParser, words: tuple[str, ...], summary: str
         for name, below in group.choices.items():
             if name in summaries:
                 yield from _pages(below, (*words, name), summaries[name])
+
+
+def _in_usage(parser: argparse.ArgumentParser, options: list[argparse.Action]) -> Iterator[str]:
+    """Options that must be given have no brackets; of those in parentheses it is one."""
+    one_of = {id(each): group for group in parser._mutually_exclusive_groups for each in group._group_actions}
+    for option in options:
+        group = one_of.get(id(option))
+        if group is None:
+            shown = _option(option, all_names=False)
+            yield shown if option.required else f"[{shown}]"
+        elif group._group_actions[0] is option:
+            shown = " | ".join(_option(each, all_names=False) for each in group._group_actions)
+            yield f"({shown})" if group.required else f"[{shown}]"
 
 
 def _value(action: argparse.Action) -> str:

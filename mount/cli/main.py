@@ -24,6 +24,7 @@ COMMAND_MODULES = (
     "mount.cli.copy_commands",
     "mount.cli.config_commands",
     "mount.cli.doctor_command",
+    "mount.cli.sizing_command",
     "mount.cli.verbs_commands",
     "mount.cli.completion",
 )
