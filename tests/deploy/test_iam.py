@@ -22,6 +22,9 @@ BUCKET, OBJECTS = "arn:aws:s3:::my-bucket", "arn:aws:s3:::my-bucket/checkpoints/
 #: "Required permissions for Amazon S3 API operations" in the Amazon S3 User Guide: what each needs, on the bucket and
 #: on its objects. Whoever may not list gets 403 for an object that is not there, instead of 404.
 NEEDED = {
+    # Whoever copies reads the source, too: in the archive's case that is the object tier's.
+    "CopyObject": (set(), {"s3:GetObject", "s3:PutObject"}),
+    "UploadPartCopy": (set(), {"s3:GetObject", "s3:PutObject"}),
     "GetObject": ({"s3:ListBucket"}, {"s3:GetObject"}),
     "HeadObject": ({"s3:ListBucket"}, {"s3:GetObject"}),
     "PutObject": (set(), {"s3:PutObject"}),
@@ -120,6 +123,12 @@ def test_no_parameter_is_used_that_needs_more() -> None:
 @pytest.mark.parametrize("name", ["policy.json", "bucket-policy-cross-account.json"])
 def test_a_policy_allows_what_is_called_and_no_more(name: str) -> None:
     assert allowed(name) == needed(called_operations())
+
+
+def test_the_archive_needs_the_same_of_its_own_bucket() -> None:
+    archive = (IAM / "policy-archive.json").read_text()
+    same = archive.replace("my-archive", "my-bucket").replace("TierfsArchive", "Tierfs")
+    assert json.loads(same) == read("policy.json")
 
 
 def test_a_node_that_only_reads_may_do_nothing_else() -> None:

@@ -13,6 +13,7 @@ from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
 from objects.targets import BUCKET, FILE, MINISTACK, SEAWEEDFS, Target, use_environment
 from objects.transfers import Freely, StoppedAfter, get, keys_of, list_all, noise, put, put_part
+from tierfs.checksum import CHUNK_BYTES, FileChecksum
 from tierfs.errors import (
     ObjectCorrupt,
     ObjectDenied,
@@ -342,3 +343,37 @@ def test_the_bucket_holds_plain_objects_under_their_names(on_seaweedfs: Target) 
     answer = client.get_object(Bucket=BUCKET, Key=f"{prefix}/ns/step_1/model.pt", ChecksumMode="ENABLED")
     assert answer["Body"].read() == b"weights"
     assert answer["ChecksumCRC64NVME"], "the server keeps the checksum"
+
+
+def test_a_store_copies_an_object_of_another_one_within_the_server(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and in parts, with the checksums that are known of it; what is not there, or is shorter, is no copy."""
+    monkeypatch.setattr("tierfs.objects.s3_store.COPY_BYTES", 16 * MIB)
+    storage_class = "" if target.kind == FILE else "STANDARD_IA"
+    other = open_store(
+        dataclasses.replace(target.settings, url=f"{target.settings.url}-archive", storage_class=storage_class)
+    )
+    try:
+        for key, data in (
+            ("ns/step 1/ä", noise(3 * MIB + 1)),
+            ("ns/step_1/large", noise(33 * MIB + 5)),
+            ("empty", b""),
+        ):
+            put(target.store, key, data)
+            chunks = tuple(int(crc64nvme(data[at : at + CHUNK_BYTES])) for at in range(0, len(data), CHUNK_BYTES))
+            known = FileChecksum(len(data), int(crc64nvme(data)), chunks)
+            etag = other.copy(target.store.url, key, known, Freely())
+            assert get(other, key) == data
+            listed = other.list_page(key).objects
+            assert [(each.key, each.size_bytes, each.etag) for each in listed] == [(key, len(data), etag)]
+            assert get(target.store, key) == data
+        assert other.list_uploads("") == []
+        with pytest.raises(ObjectMissing):
+            other.copy(target.store.url, "ns/none", FileChecksum(1, 1, (1,)), Freely())
+        if target.server is not None:
+            bucket, _, prefix = other.url.removeprefix("s3://").partition("/")
+            found = target.server.client().head_object(Bucket=bucket, Key=f"{prefix}/ns/step_1/large")
+            assert found.get("StorageClass") == "STANDARD_IA"
+    finally:
+        other.close()

@@ -72,8 +72,9 @@ class MemoryClient:
 
     url = "memory://"
 
-    def __init__(self, store: MemoryStore, *, part_bytes: int = 2000) -> None:
+    def __init__(self, store: MemoryStore, *, part_bytes: int = 2000, copies_from: MemoryStore | None = None) -> None:
         self.store = store
+        self._copies_from = copies_from
         self.stats = ClientStats()
         self.fault: Fault = lambda when, what, key: None
         self.requests: Counter[str] = Counter()
@@ -181,6 +182,18 @@ class MemoryClient:
         data = found.data[offset : offset + length]
         os.pwrite(fd, data, offset)
         return int(crc64nvme(data))
+
+    async def copy(self, source_url: str, key: str, checksum: FileChecksum) -> str:
+        await self._before("copy", key)
+        assert self._copies_from is not None
+        found = self._copies_from.objects.get(key)
+        if found is None:
+            raise ObjectMissing(f"there is no {key}")
+        assert int(crc64nvme(found.data)) == checksum.full
+        etag = self.store.put(key, found.data)
+        self.sent[key, 0] += 1
+        self.fault("after", "copy", key)
+        return etag
 
     async def list_uploads(self, prefix: str) -> list[UnfinishedUpload]:
         await self._before("list uploads", prefix)

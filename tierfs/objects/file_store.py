@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
+from tierfs.checksum import FileChecksum
 from tierfs.errors import ObjectCorrupt, ObjectError
+from tierfs.objects.file_copies import copy_file
 from tierfs.objects.file_tree import SCRATCH_PARTS, FileTree, etag_of
 from tierfs.objects.file_uploads import FileUploads, write_all
+from tierfs.objects.opening import file_root
 from tierfs.objects.probing import found_capabilities
 from tierfs.objects.store import (
     BATCH_KEYS,
@@ -50,13 +53,30 @@ class FileStore:
         return found_capabilities(self)
 
     def put(self, key: str, data: memoryview, crc64nvme: int, flow: Flow, *, only_if_absent: bool = False) -> str:
+        def write(fd: int) -> None:
+            _write(fd, 0, data, crc64nvme, flow, key)
+
+        return self._make(key, write, only_if_absent=only_if_absent)
+
+    def copy(self, source_url: str, key: str, checksum: FileChecksum, flow: Flow) -> str:
+        source = FileTree(file_root(source_url)).open(key)
+        try:
+            size = os.fstat(source).st_size
+            if size != checksum.size_bytes:
+                raise ObjectCorrupt(f"{source_url}/{key} has {size} bytes; {checksum.size_bytes} are to be copied")
+            return self._make(key, lambda fd: copy_file(source, fd, size, flow))
+        finally:
+            os.close(source)
+
+    def _make(self, key: str, write: Callable[[int], None], *, only_if_absent: bool = False) -> str:
+        """The object of what `write` writes to a descriptor, once that is on disk."""
         name = f"{_PUT}{uuid.uuid4().hex}"
         try:
             with self._tree.directory(SCRATCH_PARTS, create=True) as fds:
                 try:
                     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=fds[-1])
                     try:
-                        _write(fd, 0, data, crc64nvme, flow, key)
+                        write(fd)
                         os.fsync(fd)
                         etag = etag_of(os.fstat(fd))
                     finally:

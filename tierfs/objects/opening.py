@@ -20,23 +20,24 @@ _S3_URL = re.compile(r"s3://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-
 class StoreSettings:
     """All that a process needs to open the store. No secrets: credentials come from the process's environment.
 
-    `connections` is how many calls are made at a time.
+    `connections` is how many calls are made at a time, `storage_class` that of objects in S3 ("" is the bucket's own).
     """
 
     url: str
     s3: S3Settings = dataclasses.field(default_factory=S3Settings)
     connections: int = 16
+    storage_class: str = ""
 
     def to_json(self) -> dict[str, Any]:
         s3 = dataclasses.asdict(self.s3)
         s3["ca_bundle"] = str(self.s3.ca_bundle) if self.s3.ca_bundle else None
-        return {"url": self.url, "s3": s3, "connections": self.connections}
+        return {**dataclasses.asdict(self), "s3": s3}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> StoreSettings:
         s3 = dict(value["s3"])
         s3["ca_bundle"] = Path(s3["ca_bundle"]) if s3["ca_bundle"] else None
-        return cls(url=value["url"], s3=S3Settings(**s3), connections=value["connections"])
+        return cls(**{**value, "s3": S3Settings(**s3)})
 
 
 def open_store(settings: StoreSettings) -> ObjectStore:
@@ -57,7 +58,7 @@ def open_store(settings: StoreSettings) -> ObjectStore:
             raise SettingsError(
                 f"the object tier {url} needs the package boto3: pip install 'tierfs[s3]'", key="object"
             ) from None
-        return S3Store(bucket, prefix, settings.s3, settings.connections)
+        return S3Store(bucket, prefix, settings.s3, settings.connections, settings.storage_class)
     raise SettingsError(f"{url!r} is no object tier; write file:///path or s3://bucket/prefix", key="object")
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import trio
 
+from tierfs.checksum import FileChecksum
 from tierfs.errors import (
     ObjectError,
     ObjectExists,
@@ -42,6 +44,12 @@ STALLED_AFTER_S = 300.0
 SILENT_AFTER_S = 60.0
 
 
+def archive_pool(settings: Settings) -> WorkerPool:
+    """The same for the archive. Its bytes don't come by here, so one process is enough."""
+    elsewhere = replace(settings, object=settings.archive.object, transfer=replace(settings.transfer, workers=1))
+    return WorkerPool(elsewhere, storage_class=settings.archive.storage_class)
+
+
 class WorkerPool:
     """An `ObjectClient` (see there) of `transfer.workers` processes. Requests before `run`, and after it, fail."""
 
@@ -49,14 +57,17 @@ class WorkerPool:
         self,
         settings: Settings,
         *,
+        storage_class: str = "",
         store_module: str = "tierfs.objects.opening",
         stalled_after_s: float = STALLED_AFTER_S,
         silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
         """`store_module` has `open_store(StoreSettings)`; tests put a store of their own there. An attempt in which no
-        byte moves for `stalled_after_s` has failed."""
+        byte moves for `stalled_after_s` has failed. `storage_class` is of what is stored there."""
         transfer = settings.transfer
-        store = StoreSettings(url=settings.object, s3=settings.s3, connections=transfer.connections)
+        store = StoreSettings(
+            url=settings.object, s3=settings.s3, connections=transfer.connections, storage_class=storage_class
+        )
         share = max(1, transfer.workers)
         self.url = settings.object
         self.stats = ClientStats(concurrency=transfer.connections)
@@ -139,6 +150,10 @@ class WorkerPool:
         frame = await self._request("read_range", arguments, fd=fd, urgent=urgent, retry_for_s=retry_for_s)
         self.stats.bytes_received += length
         return int(frame.header["ok"]["crc64nvme"])
+
+    async def copy(self, source_url: str, key: str, checksum: FileChecksum) -> str:
+        arguments = {"source_url": source_url, "key": key, "checksum": asdict(checksum)}
+        return str((await self._ask("copy", arguments))["etag"])
 
     async def list_uploads(self, prefix: str) -> list[UnfinishedUpload]:
         said = await self._ask("list_uploads", {"prefix": prefix})

@@ -12,14 +12,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tierfs.checksum import combine, to_base64
+from tierfs.checksum import FileChecksum, combine, to_base64
 from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing, ObjectUnavailable, UploadMissing
+from tierfs.objects.opening import bucket_and_prefix
 from tierfs.objects.probing import found_capabilities
 from tierfs.objects.s3_client import S3Clients
 from tierfs.objects.s3_errors import CLIENT_ERRORS, is_not_understood, translated, wants_new_credentials
 from tierfs.objects.s3_transfer import MemoryBody, read_into
 from tierfs.objects.store import (
     BATCH_KEYS,
+    COPY_BYTES,
+    MOST_PARTS,
     Capabilities,
     Flow,
     ObjectInfo,
@@ -38,12 +41,15 @@ T = TypeVar("T")
 class S3Store:
     """See `tierfs.objects.store.ObjectStore`. Thread-safe."""
 
-    def __init__(self, bucket: str, prefix: str, settings: S3Settings, connections: int) -> None:
+    def __init__(
+        self, bucket: str, prefix: str, settings: S3Settings, connections: int, storage_class: str = ""
+    ) -> None:
         """`prefix` without slashes around it. Nothing is asked of the server. SettingsError."""
         self.url = f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}"
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._clients = S3Clients(settings, connections)
+        self._storage = {"StorageClass": storage_class} if storage_class else {}
         # What the server was found to refuse is not sent again. Another process finds out for itself.
         self._sends_checksums = True
         self._way_to_finish = 0
@@ -56,7 +62,12 @@ class S3Store:
 
         def send(client: Any, checksum: dict[str, Any]) -> Any:
             return client.put_object(
-                Bucket=self._bucket, Key=self._key(key), Body=MemoryBody(data, flow), **condition, **checksum
+                Bucket=self._bucket,
+                Key=self._key(key),
+                Body=MemoryBody(data, flow),
+                **self._stored(key),
+                **condition,
+                **checksum,
             )
 
         return self._etag(
@@ -119,9 +130,60 @@ class S3Store:
             with self._calling("DeleteObject", key) as client, contextlib.suppress(ObjectMissing):
                 client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
+    def copy(self, source_url: str, key: str, checksum: FileChecksum, flow: Flow) -> str:
+        bucket, prefix = bucket_and_prefix(source_url)
+        source = {"Bucket": bucket, "Key": f"{prefix}/{key}" if prefix else key}
+        flow.passing(0)
+        if checksum.size_bytes > COPY_BYTES:
+            return self._copy_in_parts(source, key, checksum, flow)
+
+        def send(client: Any, asked: dict[str, Any]) -> Any:
+            # Tags are not taken along: reading and setting them needs permissions of their own.
+            return client.copy_object(
+                Bucket=self._bucket,
+                Key=self._key(key),
+                CopySource=source,
+                TaggingDirective="REPLACE",
+                **self._stored(key),
+                **asked,
+            )
+
+        answer = self._with_checksum("PutObject", key, send, {"ChecksumAlgorithm": "CRC64NVME"})["CopyObjectResult"]
+        if answer.get("ChecksumCRC64NVME", to_base64(checksum.full)) != to_base64(checksum.full):
+            raise ObjectCorrupt(
+                f"{source_url}/{key} has other bytes than its manifest says: its copy has another checksum"
+            )
+        return self._etag(answer, "PutObject", key)
+
+    def _copy_in_parts(self, source: dict[str, str], key: str, checksum: FileChecksum, flow: Flow) -> str:
+        """One after the other: several files are copied at a time. What is not finished is aborted."""
+        upload_id = self.start_upload(key)
+        try:
+            # Without their checksums: not every server sums up parts that it copies. Amazon's checks that of the whole.
+            parts: list[dict[str, Any]] = []
+            for number, (offset, length) in enumerate(_extents(checksum), 1):
+                flow.passing(0)
+                with self._calling("PutObject", key) as client:
+                    answer = client.upload_part_copy(
+                        Bucket=self._bucket,
+                        Key=self._key(key),
+                        UploadId=upload_id,
+                        PartNumber=number,
+                        CopySource=source,
+                        CopySourceRange=f"bytes={offset}-{offset + length - 1}",
+                    )["CopyPartResult"]
+                parts.append({"PartNumber": number, "ETag": f'"{self._etag(answer, "PutObject", key)}"'})
+            return self._finish(key, upload_id, parts, checksum.size_bytes, checksum.full)
+        except BaseException:
+            with contextlib.suppress(ObjectError):
+                self.abort_upload(key, upload_id)
+            raise
+
     def start_upload(self, key: str) -> str:
         def send(client: Any, checksum: dict[str, Any]) -> Any:
-            return client.create_multipart_upload(Bucket=self._bucket, Key=self._key(key), **checksum)
+            return client.create_multipart_upload(
+                Bucket=self._bucket, Key=self._key(key), **self._stored(key), **checksum
+            )
 
         checksum = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
         return str(self._with_checksum("PutObject", key, send, checksum)["UploadId"])
@@ -162,7 +224,7 @@ class S3Store:
             size += part.size_bytes
             full = combine(full, part.crc64nvme, part.size_bytes)
         try:
-            return self._finish(key, upload_id, parts, size, full)
+            return self._finish(key, upload_id, [self._named(part) for part in parts], size, full)
         except UploadMissing:
             etag = self._finished_before(key, parts, size, full)
             if etag is None:
@@ -193,6 +255,10 @@ class S3Store:
 
     def _key(self, key: str) -> str:
         return self._prefix + key
+
+    def _stored(self, key: str) -> dict[str, str]:
+        """The storage class; what tierfs itself adds has the bucket's own, so that it can always be read."""
+        return {} if ".tierfs" in key.split("/") else self._storage
 
     def _relative(self, key: str) -> str:
         return key[len(self._prefix) :]
@@ -236,7 +302,7 @@ class S3Store:
             log.warning("%s gets no checksums from now on: it refused one (%s)", self.url, refusal.message)
         return answer
 
-    def _finish(self, key: str, upload_id: str, parts: Sequence[SentPart], size: int, full: int) -> str:
+    def _finish(self, key: str, upload_id: str, parts: Sequence[dict[str, Any]], size: int, full: int) -> str:
         whole = {"ChecksumCRC64NVME": to_base64(full), "ChecksumType": "FULL_OBJECT"}
         ways: tuple[dict[str, Any], ...] = (whole | {"MpuObjectSize": size}, whole, {})
         first = self._way_to_finish if self._sends_checksums else len(ways) - 1
@@ -247,7 +313,7 @@ class S3Store:
                         Bucket=self._bucket,
                         Key=self._key(key),
                         UploadId=upload_id,
-                        MultipartUpload={"Parts": [self._named(part) for part in parts]},
+                        MultipartUpload={"Parts": parts},
                         **ways[way],
                     )
             except ObjectError as error:
@@ -318,6 +384,13 @@ class S3Store:
         if not etag:
             raise ObjectUnavailable(f"{action} {self.url}/{key}: the answer has no ETag, so it is not known to be done")
         return etag
+
+
+def _extents(checksum: FileChecksum) -> Iterator[tuple[int, int]]:
+    """Offset and length of each part that is copied by one request."""
+    part = max(COPY_BYTES, -(-checksum.size_bytes // MOST_PARTS))
+    for offset in range(0, checksum.size_bytes, part):
+        yield offset, min(part, checksum.size_bytes - offset)
 
 
 def _etag_of_parts(parts: Sequence[SentPart]) -> str:

@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierfs.checksum import FileChecksum
+
 MIB = 1 << 20
 GIB = 1 << 30
 
 #: A file below this goes in one request. Amazon S3 allows 5 GiB in one PUT, parts of 5 MiB to 5 GiB, 10,000 parts.
 SINGLE_PUT_BYTES = 32 * MIB
 LEAST_PART_BYTES = 16 * MIB
+#: What one request lets a store copy within itself. It is silent meanwhile, so this has to be well within a time-out.
+COPY_BYTES = 256 * MIB
 #: Larger parts save no time any more; smaller ones make more requests, of which a prefix takes 3,500 a second at first.
 USUAL_PART_BYTES = 64 * MIB
 #: So many parts let a file alone use as many connections.
@@ -130,6 +134,12 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Up to BATCH_KEYS keys. One that is not there is no error."""
+        ...
+
+    def copy(self, source_url: str, key: str, checksum: FileChecksum, flow: Flow) -> str:
+        """Make the object that another store of the same kind and server has under this key one of this store, without
+        its bytes coming by here; returns its ETag. `checksum` is what is known of it: a store that sums up what it
+        copies is held to that. ObjectMissing; SettingsError where the other store is of another kind."""
         ...
 
     def start_upload(self, key: str) -> str:

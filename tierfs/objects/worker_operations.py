@@ -13,7 +13,7 @@ from typing import Any
 
 from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 
-from tierfs.checksum import CHUNK_BYTES
+from tierfs.checksum import CHUNK_BYTES, FileChecksum
 from tierfs.errors import ObjectError
 from tierfs.objects.bandwidth import Bandwidth
 from tierfs.objects.mapped_ranges import MappedRange, RangeChecksum, checksum_of, has_hole, make_room, require_size
@@ -137,6 +137,12 @@ def sum_object(store: ObjectStore, request: Request) -> Answer:
     return Answer({"chunks": chunks})
 
 
+def copy(store: ObjectStore, request: Request) -> Answer:
+    header, known = request.header, request.header["checksum"]
+    checksum = FileChecksum(**{**known, "chunks": tuple(known["chunks"])})
+    return Answer({"etag": store.copy(header["source_url"], header["key"], checksum, request)})
+
+
 def list_page(store: ObjectStore, request: Request) -> Answer:
     header = request.header
     page = store.list_page(header["prefix"], delimiter=header["delimiter"], more=header["more"])
@@ -176,13 +182,13 @@ def list_uploads(store: ObjectStore, request: Request) -> Answer:
 OPERATIONS: dict[str, Callable[[Any, Request], Answer]] = {
     operation.__name__: operation
     for operation in (
-        probe, put, put_file, put_part, sum_range, get, read_range, sum_object, list_page, delete,
+        probe, put, put_file, put_part, sum_range, get, read_range, sum_object, copy, list_page, delete,
         start_upload, list_parts, finish_upload, abort_upload, list_uploads,
     )
 }  # fmt: skip
 CONTROL = (sum_range,)
 """These don't need the store."""
-UPLOADS = ("put_file", "put_part", "sum_range")
+UPLOADS = ("put_file", "put_part", "sum_range", "copy")
 """Bulk work of uploads: limited by their bandwidth, and yields to others."""
 
 
