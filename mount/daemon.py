@@ -36,7 +36,7 @@ from tierfs.hydrate.hydration import Hydration
 from tierfs.hydrate.source import NoSource
 from tierfs.hydrate.stub_tier import StubTier
 from tierfs.logs import NamespaceLog, configure_logging
-from tierfs.objects.pool import WorkerPool
+from tierfs.objects.pool import WorkerPool, archive_pool
 from tierfs.persist.operations import ObjectOperations
 from tierfs.persist.tier import ObjectSteps
 from tierfs.ram.tier import RamTier
@@ -108,10 +108,13 @@ class Daemon:
         self.watching = Watching(self.registry, name=instance.name, mountpoint=record.mountpoint, node=node)
         self.cluster = self._join_cluster(node)
         self.workers = WorkerPool(settings) if settings.object else None
+        self.archive = archive_pool(settings) if settings.object and settings.archive.object else None
         self.objects: ObjectSteps | None = None
         hydration = self.cluster.hydration if self.cluster is not None else None
         if self.workers is not None:
-            self.objects = ObjectSteps(self.registry, self.workers, node=node, hydration=hydration)
+            self.objects = ObjectSteps(
+                self.registry, self.workers, node=node, hydration=hydration, archive=self.archive
+            )
             self.registry.object_tier = self.objects
             hydration = self.objects.hydration
             if self.cluster is not None:
@@ -256,8 +259,9 @@ class Daemon:
         self._joined.set()
 
     async def _run_object_tier(self, workers: WorkerPool, objects: ObjectSteps) -> None:
+        archive = [self.archive.run] if self.archive is not None else []
         await run_again(
-            [workers.run, objects.run],
+            [workers.run, *archive, objects.run],
             "the object tier",
             started=self._object_tier_works,
             failed=lambda message: self.registry.problem("error", message, ""),

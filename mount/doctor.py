@@ -71,7 +71,7 @@ def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
     ):
         findings += _safely(check)
     from mount.cluster_doctor import examine_cluster  # which need this module
-    from mount.object_doctor import examine_object_tier
+    from mount.object_doctor import examine_object_tier, of_archive
     from mount.rdma_doctor import examine_rdma
 
     findings += examine_rdma([(each.whose, each.settings) for each in tried] or [("", Settings())])
@@ -80,6 +80,8 @@ def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
             findings += examine_cluster(each.settings, whose=each.whose, node=each.node, is_mounted=each.is_mounted)
         if each.settings.object:
             findings += examine_object_tier(each.settings, whose=each.whose)
+            if each.settings.archive.object:
+                findings += examine_object_tier(of_archive(each.settings), whose=f"{each.whose}the archive ")
     return findings
 
 

@@ -280,6 +280,8 @@ class Metrics:
             "tierfs_object_steps_owed", "state", ((each, states[each]) for each in ("owed", "sending", "waiting"))
         )
         found.put("tierfs_object_deletions_owed", len(objects.deletions.owed()))
+        found.put("tierfs_object_parts_owed", len(objects.persister.parts.owed()))
+        found.put("tierfs_archive_steps_owed", len(objects.archiver.owed()) if objects.archiver is not None else 0)
 
     def _nodes(self, found: Figures, cluster: ClusterTier) -> None:
         states = Counter(seen.record.state for seen in cluster.view.nodes.values())

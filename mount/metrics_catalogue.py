@@ -146,6 +146,8 @@ SECTIONS = (
             ),
             _gauge("object_owed_bytes", "Bytes of them.", "namespace", needs="object"),
             _gauge("object_deletions_owed", "Steps that are to be deleted from the store.", needs="object"),
+            _gauge("object_parts_owed", "Steps of which some files, and not all, are to go there.", needs="object"),
+            _gauge("archive_steps_owed", "Steps that are to be copied to the archive.", needs="object"),
         ),
     ),
     Section(

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mount.doctor import FAIL, OK, WARN, Finding
@@ -18,6 +19,11 @@ from tierfs.units import format_size
 CHECK = "object tier"
 #: The client library tries twice, 20 s each by default; more than this nobody waits for.
 _PROBE_WITHIN_S = 75.0
+
+
+def of_archive(settings: Settings) -> Settings:
+    """Settings whose object tier is the archive."""
+    return replace(settings, object=settings.archive.object)
 
 
 def examine_object_tier(settings: Settings, *, whose: str = "") -> Iterator[Finding]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mount.channel import Channel
     from mount.control import Operation, Progress
     from mount.gateway_status import GatewayStatus
+    from tierfs.steps.record import StepRecord
     from tierfs.steps.registry import StepRegistry
 
 _KINDS = {
@@ -224,6 +225,7 @@ class Operations:
             "size_bytes": size,
             "state": record.shown_state if record is not None else "",
             "step": is_step,
+            **_part_and_archive(self._registry, record if is_step else None),
             "level": level,
             "object": in_object,
             "mtime": info.st_mtime,
@@ -374,6 +376,12 @@ class Operations:
             return path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             raise NotFound(f"there is no {rel or 'root'} in {self._record.mountpoint}") from None
+
+
+def _part_and_archive(registry: StepRegistry, record: StepRecord | None) -> dict[str, Any]:
+    """What else `ls` tells of a step in the object tier; both null for what is none."""
+    described = registry.object_tier.describe(record) if record is not None else {}
+    return {name: described.get(name) for name in ("part", "archive")}
 
 
 def _text(arguments: Mapping[str, Any], key: str) -> str:

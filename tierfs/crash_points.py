@@ -39,13 +39,27 @@ OBJECT_POINTS = (
     "delete:data",  # so is the data, the node files are not
 )
 
+#: On the way to the archive.
+ARCHIVE_POINTS = (
+    "archive:withdrawn",  # the archive has no manifest of the step any more, nothing is copied yet
+    "archive:file-copied",  # a file is in the archive, others may not be yet
+    "archive:copied",  # so are the markers, nothing is checked yet
+    "archive:committed",  # the archive has the manifest, this node does not know yet
+)
+
+#: Of a step that goes to the object tier in part.
+PART_POINTS = (
+    "part:sent",  # the files are objects, no part file says so yet
+    "part:committed",  # the part file says so, this node does not know yet
+)
+
 STUB_POINTS = (
     "evict:made",  # a stub is made, the file still has its name
     "evict:replaced",  # the stub has the file's name, the manifest does not know yet
     "populate:saved",  # the stubs of a step are there and noted, whoever looked got no answer yet
 )
 
-_KNOWN = (*POINTS, *OBJECT_POINTS, *STUB_POINTS)
+_KNOWN = (*POINTS, *OBJECT_POINTS, *ARCHIVE_POINTS, *PART_POINTS, *STUB_POINTS)
 
 
 class CrashPoints:

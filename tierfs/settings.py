@@ -14,12 +14,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from tierfs.settings_archive import ArchiveSettings
 from tierfs.settings_cluster import ClusterSettings, EtcdSettings, PeerSettings, ReplicationSettings
 from tierfs.settings_fields import MIB, setting
 from tierfs.settings_watch import EventsSettings, MetricsSettings
 
 OFF = "off"  # as the value of a table's entry: takes the entry out
-NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist", "replication")
+NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist", "archive", "replication")
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,13 @@ class PersistSettings:
         "Removing a step in the mount leaves its copy in the object tier; only retention deletes there.",
         kind="bool",
     )
+    files: dict[str, str] = setting(
+        {},
+        "Files that go more often than whole steps: patterns of paths inside a step (`*` matches `/` too), and when "
+        "they go: all (with every complete step), a number (with each so many-th), a duration (`30min` after they went "
+        "last). They are sent alone where the step's turn has not come.",
+        kind="table",
+    )
     flush_on_umount: bool = setting(
         True, "The daemon sends what is owed before it leaves, when unmounted or asked to stop.", kind="bool"
     )
@@ -350,6 +358,7 @@ class Settings:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     durability: DurabilitySettings = field(default_factory=DurabilitySettings)
     persist: PersistSettings = field(default_factory=PersistSettings)
+    archive: ArchiveSettings = field(default_factory=ArchiveSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
     s3: S3Settings = field(default_factory=S3Settings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
@@ -394,6 +403,7 @@ class NamespaceSettings:
     retention: RetentionSettings
     durability: DurabilitySettings
     persist: PersistSettings
+    archive: ArchiveSettings
     replication: ReplicationSettings
 
 

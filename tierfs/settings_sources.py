@@ -22,6 +22,8 @@ from tierfs.settings import (
     merge_table,
     setting_keys,
 )
+from tierfs.settings_archive import check_archive
+from tierfs.settings_turns import check_turns
 from tierfs.settings_values import INSTANCE_NAME, memory_size, parse_value, toml
 from tierfs.units import format_size_exactly, parse_share
 
@@ -282,6 +284,8 @@ def _split_namespace(dotted: str) -> tuple[str | None, str]:
 
 
 def _check_together(settings: Settings) -> None:
+    check_archive(settings)
+    check_turns(settings)
     namespaces = ["", *settings.namespaces]
     for glob in namespaces:
         prefix = f'namespaces."{glob}".' if glob else ""

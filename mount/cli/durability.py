@@ -30,7 +30,22 @@ def level_cell(step: Mapping[str, Any]) -> Any:
         return Cell(f"{level}, {_share(found.get('bytes_sent', 0), found.get('bytes', 0))} sent", "yellow")
     if state in ("owed", "waiting"):
         return Cell(f"{level}, {state}", "yellow")
+    if step.get("part"):
+        return Cell(f"{level}, {part_of(step['part'])}", "yellow" if step["part"]["state"] != "sent" else "")
+    if (step.get("archive") or {}).get("state", "none") != "none":
+        return Cell(f"{level}, {archive_of(step['archive'])}", _LEVEL_STYLES.get(level, ""))
     return Cell(level, _LEVEL_STYLES.get(level, ""))
+
+
+def part_of(part: Mapping[str, Any]) -> str:
+    """How much of a step lies in the object tier without the rest, or is to."""
+    if part["state"] == "sent":
+        return f"part: {part['files']} of {part['of']} files"
+    return f"part: {part['state']}"
+
+
+def archive_of(archive: Mapping[str, Any]) -> str:
+    return {"done": "archived", "owed": "archive owed", "waiting": "archive waits"}.get(archive["state"], "archiving")
 
 
 def in_ram(step: Mapping[str, Any]) -> str:
@@ -122,6 +137,8 @@ def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
     owed = []
     if found.get("steps_owed"):
         owed.append(f"{found['steps_owed']} step{'s' * (found['steps_owed'] != 1)}, {format_size(found['bytes_owed'])}")
+    if parts := found.get("parts_owed"):
+        owed.append(f"some files of {parts} step{'s' * (parts != 1)}")
     if found.get("deletions_owed"):
         owed.append(f"{found['deletions_owed']} deletion{'s' * (found['deletions_owed'] != 1)} to do")
     return [
@@ -132,7 +149,19 @@ def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
             else Cell(f"{found['url']}{reachable}", "red"),
         ),
         ("not durable", Cell("; ".join(owed), "yellow") if owed else "nothing: all that is owed is in the object tier"),
+        *_archive_facts(found.get("archive")),
     ]
+
+
+def _archive_facts(archive: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    from mount.cli.tables import Cell
+
+    if not archive:
+        return []
+    owed = f", {archive['steps_owed']} owed" if archive["steps_owed"] else ""
+    problem = f"; {archive['problem']}" if archive["problem"] else ""
+    text = f"{archive['url']}, {archive['steps_done']} of the steps here are there{owed}{problem}"
+    return [("archive", Cell(text, "yellow" if owed or problem else ""))]
 
 
 def render_durability(status: Mapping[str, Any], screen: Any) -> str:

@@ -260,6 +260,13 @@ def render_listing(answer: dict[str, Any], screen: Any) -> str:
     return render_table(columns, rows, screen)
 
 
+def _archived(archive: dict[str, Any]) -> str:
+    from tierfs.units import format_local
+
+    at = f" {format_local(archive['at'])}" if archive["at"] else ""
+    return f"{archive['state']}{at}" + (f": {archive['error']}" if archive["error"] else "")
+
+
 def render_stat(answer: dict[str, Any], screen: Any) -> str:
     from mount.cli.tables import Cell, render_facts
     from tierfs.units import format_local, format_size
@@ -287,6 +294,8 @@ def render_stat(answer: dict[str, Any], screen: Any) -> str:
         facts.append(("step", f"{step['step']}: {summary}"))
         if step.get("object"):
             facts.append(("level", level_cell(step)))
+            if step.get("archive"):
+                facts.append(("archive", _archived(step["archive"])))
             facts.append(("in RAM", in_ram(step)))
         if step.get("completed_at") is not None:
             facts.append(("completed", format_local(step["completed_at"])))

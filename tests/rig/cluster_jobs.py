@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from rig import checkpoints
@@ -83,3 +84,13 @@ def save_and_rotate(rank: Rank, directory: str, seeds: Sequence[int], size_bytes
         wait_until(lambda seed=seed: tracker.read_text() == str(seed), "the tracker file's new text", 1)
         checkpoints.check(root / f"step_{seed}", seed, size_bytes)
         dist.barrier()
+
+
+def save_with_weights(rank: Rank, directory: str, seeds: Sequence[int], size_bytes: int) -> None:
+    """Each rank saves its weights by torch.save below `model/`, and all together then everything by DCP."""
+    for seed in seeds:
+        step = rank.root / directory / f"step_{seed}"
+        (step / "model").mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoints.state(seed, size_bytes // 4)["note"], step / "model" / f"weights_{rank.rank}.pt")
+        dist.barrier()
+        checkpoints.save(step, seed, size_bytes)

@@ -19,7 +19,8 @@ from awscrt.checksums import crc64nvme
 from rig.memory_client import MemoryClient, MemoryStore
 from tierfs.checksum import from_text
 from tierfs.objects.client import ObjectClient
-from tierfs.persist import committing, deletions, persister, putting_off
+from tierfs.persist import archiver, committing, deletions, parts, persister, putting_off
+from tierfs.persist.archiver import Archiver
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.index import ObjectIndex
 from tierfs.persist.persister import Persister
@@ -38,7 +39,9 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.002)
         monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(persister, "LOOK_AGAIN_S", 0.002)
-    monkeypatch.setattr(persister, "TICK_S", 0.02)
+    for module in (persister, parts):
+        monkeypatch.setattr(module, "TICK_S", 0.02)
+    monkeypatch.setattr(archiver, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(committing, "YIELD_S", 5.0)
     monkeypatch.setattr(committing, "SINGLE_PUT_BYTES", PART_BYTES)
 
@@ -58,15 +61,23 @@ class Tier(NoObjectTier):
         self.moved = persister.moved  # type: ignore[method-assign]
 
     def may_leave_ram(self, record: StepRecord) -> bool:
-        return not record.manifest.owed
+        return not record.manifest.owed and not self._persister.parts.owes(record)
 
 
 class Node:
     """`restart` is what a new daemon does after SIGKILL."""
 
-    def __init__(self, path: Path, client: ObjectClient, name: str = "n1", config: Settings | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        client: ObjectClient,
+        name: str = "n1",
+        config: Settings | None = None,
+        archive: ObjectClient | None = None,
+    ) -> None:
         self.name = name
         self.client = client
+        self.archive = archive
         self.driver = Driver(path, config or settings())
         self._attach()
 
@@ -78,6 +89,9 @@ class Node:
         self.registry = self.driver.registry
         self.deletions = Deletions(self.registry, self.client)
         self.index = ObjectIndex(self.registry, self.client, self.deletions)
+        self.archiver = (
+            Archiver(self.registry, self.client, self.archive, self.index, self.deletions) if self.archive else None
+        )
         self.persister = Persister(
             self.registry,
             self.client,
@@ -86,6 +100,7 @@ class Node:
             node=self.name,
             hydrate=_no_hydration,
             is_stub=lambda ino: False,
+            archiver=self.archiver,
         )
         self.registry.object_tier = Tier(self.persister)
 
@@ -93,6 +108,8 @@ class Node:
     async def running(self) -> AsyncIterator[None]:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.persister.run)
+            if self.archiver is not None:
+                await nursery.start(self.archiver.run)
             yield
             nursery.cancel_scope.cancel()
 

@@ -14,7 +14,8 @@ log = logging.getLogger("tierfs.persist")
 class Endpoint:
     """`conditional_put`: whether it refuses to overwrite where it is asked to; None before it was probed."""
 
-    def __init__(self, client: ObjectClient, identity: TierIdentity) -> None:
+    def __init__(self, client: ObjectClient, identity: TierIdentity, what: str = "the object tier") -> None:
+        self._what = what
         self._client = client
         self._identity = identity
         self.conditional_put: bool | None = None
@@ -24,7 +25,7 @@ class Endpoint:
         try:
             await self.probe_once()
         except TierfsError as error:
-            log.warning("the object tier can't be used yet: %s", error.message, extra={"tier": "object"})
+            log.warning("%s can't be used yet: %s", self._what, error.message, extra={"tier": "object"})
 
     async def probe_once(self) -> None:
         """Until it succeeded once. ObjectError."""

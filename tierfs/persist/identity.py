@@ -27,8 +27,8 @@ _MOST_BYTES = 4096
 class TierIdentity:
     """Of the tier that `client` speaks to, as this node remembers it below `meta`."""
 
-    def __init__(self, meta: Path, client: ObjectClient) -> None:
-        self._note = object_path(meta, "id.json")
+    def __init__(self, meta: Path, client: ObjectClient, note: str = "id.json") -> None:
+        self._note = object_path(meta, note)
         self._client = client
 
     async def check(self) -> None:

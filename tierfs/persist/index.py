@@ -26,6 +26,7 @@ from tierfs.persist.layout import manifest_key
 from tierfs.persist.manifest_cache import ManifestCache
 from tierfs.persist.object_manifest import MAX_BYTES, ObjectManifest, read_manifest
 from tierfs.persist.reporting import all_of
+from tierfs.persist.stored_step import look
 from tierfs.persist.walking import StepDirectory, step_directories
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import Key, StepRegistry
@@ -50,6 +51,8 @@ class _Seen:
     broken: dict[Key, str] = field(default_factory=dict)
     #: Steps that a node has begun to send.
     begun: set[Key] = field(default_factory=set)
+    #: When steps completed that are there in part.
+    parts: dict[Key, float] = field(default_factory=dict)
 
 
 class ObjectIndex:
@@ -64,6 +67,8 @@ class ObjectIndex:
         self.problem = ""
         #: Another node has begun to persist a step of the cluster.
         self.begun_elsewhere: Callable[[StepRecord], None] = lambda record: None
+        #: When the steps completed of which some files are there, and not all. They are no steps of the tier.
+        self.parts: dict[Key, float] = {}
         self._broken: dict[Key, str] = {}
         #: When this node itself changed a step there (monotonic): a listing that began before is out of date.
         self._changed_at: dict[Key, float] = {}
@@ -102,6 +107,16 @@ class ObjectIndex:
         self._generations[key] = manifest.generation
         self._changed_at[key] = time.monotonic()
         self._broken.pop(key, None)
+        self.parts.pop(key, None)
+
+    def part_sent(self, key: Key, completed_at: float) -> None:
+        """This node sent some files of a step that is not there as a whole."""
+        self.parts[key] = completed_at
+        self._changed_at[key] = time.monotonic()
+
+    def parts_there(self, key: Key) -> bool:
+        """Some files of the step are in the object tier, and not all."""
+        return key in self.parts
 
     def forget(self, key: Key) -> None:
         """The step is gone from the object tier, or about to be written anew."""
@@ -109,6 +124,7 @@ class ObjectIndex:
         self._generations.pop(key, None)
         self._changed_at[key] = time.monotonic()
         self._broken.pop(key, None)
+        self.parts.pop(key, None)
 
     # --- refreshing
 
@@ -153,8 +169,10 @@ class ObjectIndex:
         seen = _Seen(time.monotonic())
         found_steps = await step_directories(self.client, self.registry.names)
         committed = [found for found in found_steps if found.manifest]
-        seen.begun = {found.key for found in found_steps if found.has_own and not found.manifest}
+        seen.begun = {found.key for found in found_steps if found.is_begun and not found.manifest}
+        in_part = [found for found in found_steps if found.has_parts and not found.manifest]
         await all_of((partial(self._look_at, found, seen) for found in committed), at_once=AT_ONCE)
+        await all_of((partial(self._look_at_part, found, seen) for found in in_part), at_once=AT_ONCE)
         return seen
 
     async def _look_at(self, found: StepDirectory, seen: _Seen) -> None:
@@ -179,6 +197,14 @@ class ObjectIndex:
             seen.broken[key] = error.message
         if record is None and self.registry.cluster.shares:
             await self._show_what_the_cluster_has(key, seen)
+
+    async def _look_at_part(self, found: StepDirectory, seen: _Seen) -> None:
+        known = self.parts.get(found.key)
+        if known is None:
+            stored = await look(self.client, self.registry.names, *found.key)
+            known = max((part.sent.completed_at for part in stored.parts.values() if part.sent.objects), default=None)
+        if known is not None:
+            seen.parts[found.key] = known
 
     async def _show_what_the_cluster_has(self, key: Key, seen: _Seen) -> None:
         """A step that the catalogue knows comes from there, and only one that it does not know from the object tier."""
@@ -218,6 +244,8 @@ class ObjectIndex:
             if not self._is_out_of_date(key, seen):
                 del self._generations[key]
                 self.cache.drop(key)
+        own = {key: at for key, at in self.parts.items() if self._is_out_of_date(key, seen)}
+        self.parts = {key: at for key, at in seen.parts.items() if not self._is_out_of_date(key, seen)} | own
         for key in seen.broken:
             if not self._is_out_of_date(key, seen):
                 self._generations.pop(key, None)

@@ -20,7 +20,7 @@ import trio
 from tierfs.checksum import from_text
 from tierfs.errors import ObjectMissing
 from tierfs.persist.committing import Committed, OlderThanCommitted, StepCommit, Yielding
-from tierfs.persist.layout import MANIFEST, is_own, manifest_key, node_key, node_of
+from tierfs.persist.layout import MANIFEST, is_own, manifest_key, node_key, node_of, part_of
 from tierfs.persist.object_manifest import MAX_BYTES, NodeFile, ObjectManifest, SentObject, merge, read_manifest
 from tierfs.persist.stored_step import StoredStep, look
 from tierfs.steps.manifest import FileEntry
@@ -310,7 +310,7 @@ class JointCommit(StepCommit):
     def _is_stray(self, inner: str, stored: StoredStep) -> bool:
         node = node_of(inner)
         if node is None:
-            return inner not in self.local.entries and not is_own(inner)
+            return part_of(inner) is not None or (inner not in self.local.entries and not is_own(inner))
         other = stored.nodes.get(node)
         # One without objects is of a node that has just begun, maybe with what comes next.
         return inner != MANIFEST and (other is None or (other.age != self.local.age and bool(other.objects)))

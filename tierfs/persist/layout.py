@@ -14,6 +14,7 @@ from tierfs.steps.names import StepNames, safe_component, safe_relative
 OWN = ".tierfs"
 MANIFEST = f"{OWN}/manifest.json"
 NODES = f"{OWN}/nodes/"
+PARTS = f"{OWN}/parts/"
 _NODE_SUFFIX = ".json"
 #: Amazon S3's limit of a key, UTF-8 bytes. The store's prefix counts too, so a little is left for it.
 KEY_BYTES = 900
@@ -39,6 +40,10 @@ def node_key(namespace: str, step: str, node: str) -> str:
     return _checked(f"{step_prefix(namespace, step)}{NODES}{safe_component(node)}{_NODE_SUFFIX}")
 
 
+def part_key(namespace: str, step: str, node: str) -> str:
+    return _checked(f"{step_prefix(namespace, step)}{PARTS}{safe_component(node)}{_NODE_SUFFIX}")
+
+
 def is_own(inner: str) -> bool:
     """The path inside a step is of what tierfs adds."""
     return inner == OWN or inner.startswith(OWN + "/")
@@ -46,9 +51,18 @@ def is_own(inner: str) -> bool:
 
 def node_of(inner: str) -> str | None:
     """The node whose node file has this path inside a step; None for what is no node file."""
-    if not inner.startswith(NODES) or not inner.endswith(_NODE_SUFFIX):
+    return _node_in(inner, NODES)
+
+
+def part_of(inner: str) -> str | None:
+    """The same of part files."""
+    return _node_in(inner, PARTS)
+
+
+def _node_in(inner: str, folder: str) -> str | None:
+    if not inner.startswith(folder) or not inner.endswith(_NODE_SUFFIX):
         return None
-    node = inner[len(NODES) : -len(_NODE_SUFFIX)]
+    node = inner[len(folder) : -len(_NODE_SUFFIX)]
     return node if node and "/" not in node else None
 
 

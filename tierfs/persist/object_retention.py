@@ -35,3 +35,20 @@ def choose_deletions(steps: Sequence[StoredFacts], policy: RetentionSettings) ->
         and facts is not highest
         and not (policy.object_every > 0 and facts.number % policy.object_every == 0)
     ]
+
+
+def choose_old_parts(
+    parts: Sequence[StoredFacts], steps: Sequence[StoredFacts], policy: RetentionSettings
+) -> list[StoredFacts]:
+    """Of steps that are there in part, those that completed before the oldest of the newest `object_steps` others."""
+    newest_first = sorted((facts.completed_at for facts in steps), reverse=True)
+    if not 0 < policy.object_steps <= len(newest_first):
+        return []
+    oldest = newest_first[policy.object_steps - 1]
+    return [
+        facts
+        for facts in parts
+        if facts.may_go
+        and facts.completed_at < oldest
+        and not (policy.object_every > 0 and facts.number % policy.object_every == 0)
+    ]

@@ -253,6 +253,8 @@ class ObjectOperations:
             "steps_owed": len(owed),
             "bytes_owed": self.persister.bytes_owed(),
             "deletions_owed": len(self.deletions.owed()),
+            "parts_owed": len(self.persister.parts.owed()),
+            "archive": self.persister.archiver.status() if self.persister.archiver is not None else None,
             "sending": [self._describe_owed(record) for record in owed],
             "namespaces": self._namespaces(owed),
             "problems": [*self.persister.problems(), *self.index.problems()],

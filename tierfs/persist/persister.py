@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 
 import trio
 
-from tierfs.errors import (
-    TierfsError,
-)
+from tierfs.errors import TierfsError
 from tierfs.objects.client import ObjectClient
+from tierfs.persist.archiver import Archiver
 from tierfs.persist.committing import YIELD_S, Committed, OlderThanCommitted, StepCommit, Yielding
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.endpoint import Endpoint
 from tierfs.persist.index import ObjectIndex
 from tierfs.persist.joint_commit import JointCommit, Memory, Waiting
 from tierfs.persist.local_step import LocalStep, Superseded
-from tierfs.persist.object_retention import StoredFacts, choose_deletions
+from tierfs.persist.parts import Parts
 from tierfs.persist.policy import Policy
 from tierfs.persist.putting_off import PutOff
+from tierfs.persist.surplus import Surplus
 from tierfs.persist.sweeping import Sweeper
 from tierfs.steps import wishes
 from tierfs.steps.manifest import Persisted
@@ -80,6 +80,7 @@ class Persister:
         node: str,
         hydrate: Callable[[int], Awaitable[None]],
         is_stub: Callable[[int], bool],
+        archiver: Archiver | None = None,
     ) -> None:
         self.registry = registry
         self.client = client
@@ -88,7 +89,9 @@ class Persister:
         self.deletions.told = self._deleted
         self.deletions.is_awaited = self._is_awaited
         self.policy = Policy(registry)
-        self.sweeper = Sweeper(registry, client, deletions, node=node, is_busy=self._is_busy)
+        self.sweeper = Sweeper(registry, client, deletions, node=node, is_busy=self._is_busy, is_part=index.parts_there)
+        self.archiver = archiver
+        self.surplus = Surplus(registry, index, deletions, archiver, is_stub=is_stub, is_busy=self._is_busy)
         self._node = node
         self._hydrate = hydrate
         self._is_stub = is_stub
@@ -99,6 +102,19 @@ class Persister:
         self.put_off = PutOff()
         self._yielding_until: dict[Key, float] = {}
         self.endpoint = Endpoint(client, index.identity)
+        self.parts = Parts(
+            registry,
+            client,
+            index,
+            deletions,
+            self.endpoint,
+            node=node,
+            hydrate=hydrate,
+            is_stub=is_stub,
+            is_whole=lambda key: key in self._runs or self._is_awaited(key),
+        )
+        self.parts.told = self._look_again
+        self.parts.sent = self.surplus.delete
         self._draining = 0
         self._wake = trio.Event()
         self._news = trio.Event()
@@ -114,12 +130,14 @@ class Persister:
         why = self.policy.why_owed(record)
         manifest.owed = (manifest.owed or why) if why else ""
         self.put_off.forget(record.key)
+        self.parts.completed(record, is_whole=bool(manifest.owed))
         self._look_again()
 
     def changed(self, record: StepRecord) -> None:
         """Files were added to a complete step, or small ones changed or removed."""
         manifest = record.manifest
         self.put_off.changed(record.key)
+        self.parts.changed(record)
         if not manifest.owed and manifest.persisted is not None and self._policy_of(record) != "none":
             manifest.owed = "policy"
             record.unsaved = True
@@ -138,6 +156,7 @@ class Persister:
         manifest = record.manifest
         was_there = manifest.persisted is not None or bool(manifest.owed)
         holds_stubs = not manifest.populated or any(self._is_stub(entry.ino) for entry in manifest.files.values())
+        in_part = self.parts.is_there(key)
         manifest.persisted = None
         if not record.is_complete or self._policy_of(record) == "none":
             manifest.owed = ""
@@ -148,8 +167,11 @@ class Persister:
         record.unsaved = True
         self.registry.save_or_later(record)
         self.deletions.moved(key, record.key)
+        self.parts.moved(key, record)
+        if self.archiver is not None:
+            self.archiver.moved(key, record)
         # Until it is there under its new name the old one is its only copy, or has the bytes of its stubs.
-        if (was_there or self.index.generation_there(key)) and (manifest.owed or not holds_stubs):
+        if (was_there or in_part or self.index.generation_there(key)) and (manifest.owed or not holds_stubs):
             self._leaves(key, record, "moved", until=record.key if manifest.owed else None)
         self._look_again()
 
@@ -159,14 +181,17 @@ class Persister:
             run.scope.cancel()
         self.put_off.forget(key)
         self._memories.pop(key, None)
-        there = self.index.generation_there(key) > 0
+        there = self.index.generation_there(key) > 0 or self.parts.is_there(key)
+        sending = run.finished if run is not None else self.parts.finished(key)
+        self.parts.left(key)
         known = record is not None and (record.manifest.persisted is not None or bool(record.manifest.owed))
         if self.registry.settings.for_namespace(key[0]).persist.protected:
             return
+        if self.archiver is not None:
+            self.archiver.removed(key)
         if run is not None or there or known or why == "moved":
             marker = record.manifest.marker if record is not None else None
-            after = run.finished if run is not None else None
-            self.deletions.owe(key, why, marker=marker, after=after, until=until)
+            self.deletions.owe(key, why, marker=marker, after=sending, until=until)
         self._look_again()
 
     # --- asked
@@ -223,14 +248,16 @@ class Persister:
         Of a step of several nodes this one owes what it has to send, and the commit if that is its part.
         """
         self._draining += 1
+        self.parts.draining = True
         self._look_again()
         try:
-            while self._own_work() or self.deletions.owed():
+            while self._own_work() or self.parts.has_work() or self.deletions.owed():
                 news = self._news
                 with trio.move_on_after(TICK_S):
                     await news.wait()
         finally:
             self._draining -= 1
+            self.parts.draining = self._draining > 0
 
     def _own_work(self) -> bool:
         return any(
@@ -239,7 +266,8 @@ class Persister:
 
     def problems(self) -> list[dict[str, str]]:
         """For `status`: what keeps owed steps from the object tier, what concerns all of them in one line."""
-        found = [*self.deletions.problems(), *self.put_off.problems()]
+        found = [*self.deletions.problems(), *self.put_off.problems(), *self.parts.problems()]
+        found += self.archiver.problems() if self.archiver is not None else []
         if self.endpoint.conditional_put is False:
             message = "the object tier ignores conditional writes: only one node may persist to it"
             found.append({"severity": "warning", "message": message, "path": ""})
@@ -252,6 +280,7 @@ class Persister:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.deletions.run)
             nursery.start_soon(self.sweeper.run)
+            nursery.start_soon(self.parts.run)
             nursery.start_soon(self.endpoint.probe_at_start)
             task_status.started()
             while True:
@@ -291,6 +320,9 @@ class Persister:
         )
 
     def _due_in_s(self, record: StepRecord) -> float:
+        if self.parts.is_running(record.key):
+            self.parts.stop(record.key)
+            return TICK_S
         if self.deletions.is_owed(record.key):
             return TICK_S
         if record.writers or record.lock.locked() or any(not entry.sealed for entry in record.manifest.files.values()):
@@ -349,6 +381,7 @@ class Persister:
             return  # it was removed or renamed just now, and its deletion is owed
         self.put_off.forget(record.key)
         self._memories.pop(record.key, None)
+        self.parts.left(record.key)
         manifest.persisted = Persisted(
             generation=run.commit.local.generation,
             etag=committed.etag,
@@ -382,7 +415,9 @@ class Persister:
                 seconds=took_all_s,
             )
         )
-        self.delete_surplus(manifest.namespace)
+        if self.archiver is not None:
+            self.archiver.persisted(manifest.namespace)
+        self.surplus.delete(manifest.namespace)
         self.registry.make_room(0)
 
     def _begun_elsewhere(self, record: StepRecord) -> None:
@@ -399,52 +434,6 @@ class Persister:
         self.registry.problem("warning", message, record.rel)
         log.warning("%s", message, extra=self._extra(record.key))
 
-    # --- retention
-
-    def delete_surplus(self, namespace: str) -> None:
-        """Let retention delete from the object tier what newer steps made superfluous."""
-        records = {
-            record.key[1]: record
-            for record in self.registry.of_namespace(namespace)
-            if record.manifest.persisted is not None and not self.deletions.is_owed(record.key)
-        }
-        facts = [
-            StoredFacts(
-                step=step,
-                number=record.manifest.number,
-                completed_at=record.manifest.completed_at or 0.0,
-                may_go=record.is_persisted and not record.manifest.pinned and not self._is_used_there(record),
-            )
-            for step, record in records.items()
-        ]
-        for fact in choose_deletions(facts, self.registry.settings.for_namespace(namespace).retention):
-            record = records[fact.step]
-            if not self.index.leads(record):
-                continue
-            self.deletions.owe(record.key, "retention", marker=record.manifest.marker)
-            self._lose(record)
-
-    def _is_used_there(self, record: StepRecord) -> bool:
-        """A program has a file open whose bytes are only in the object tier."""
-        return self._has_stubs(record) and self.registry.handles_in(record) > 0
-
-    def _has_stubs(self, record: StepRecord) -> bool:
-        manifest = record.manifest
-        return not manifest.populated or any(self._is_stub(entry.ino) for entry in manifest.files.values())
-
-    def _lose(self, record: StepRecord) -> None:
-        """The step's copy in the object tier is about to go: what is not whole in RAM goes from the tree."""
-        cluster = self.registry.cluster
-        record.manifest.persisted = None
-        if self.registry.is_shared(record):  # other nodes may have what is not here
-            is_gone = not cluster.is_readable(record) and cluster.retire(record)
-        else:
-            is_gone = self._has_stubs(record)
-        if is_gone:
-            self.registry.remove(record)
-        else:
-            self.registry.save_or_later(record)
-
     def _deleted(self, key: Key, why: str) -> None:
         """A step is gone from the object tier; after a crash the record may not say so yet."""
         self.index.forget(key)
@@ -455,7 +444,7 @@ class Persister:
             and record.manifest.persisted is not None
             and not self._runs.get(key)
         ):
-            self._lose(record)
+            self.surplus.lose(record)
         self._look_again()
 
     # --- parts of the above
@@ -468,13 +457,16 @@ class Persister:
     def _is_busy(self, key: Key) -> bool:
         """The step's objects are this node's business now, not the sweeper's."""
         record = self.registry.records.get(key)
-        return key in self._runs or (record is not None and bool(record.manifest.owed))
+        if key in self._runs or (record is not None and bool(record.manifest.owed)):
+            return True
+        return self.parts.is_running(key) or (record is not None and self.parts.owes(record))
 
     def _policy_of(self, record: StepRecord) -> str:
         return self.registry.settings.for_namespace(record.manifest.namespace).persist.policy
 
     def _look_again(self) -> None:
         self._wake.set()
+        self.parts.look_again()
         news, self._news = self._news, trio.Event()
         news.set()
 

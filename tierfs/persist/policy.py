@@ -11,10 +11,11 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.persist.local_state import namespace_path
-from tierfs.settings import PersistSettings
+from tierfs.settings_turns import Turn
 from tierfs.steps import wishes
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
@@ -36,7 +37,7 @@ class Count:
     last_was_owed: bool = False
 
 
-def counted(count: Count, settings: PersistSettings, step: tuple[str, int], completed_at: float) -> Count:
+def counted(count: Count, turn: Turn, step: tuple[str, int], completed_at: float) -> Count:
     """The count after this step (its name and generation) completed; `last_was_owed` is the decision. Pure.
 
     The same step again is not counted again: after a crash a step may be told of twice.
@@ -44,11 +45,31 @@ def counted(count: Count, settings: PersistSettings, step: tuple[str, int], comp
     if step == count.last:
         return count
     steps = count.steps + 1
-    by_count = 0 < settings.every_steps <= steps
-    by_time = settings.every_s > 0 and (count.owed_at is None or completed_at - count.owed_at >= settings.every_s)
+    by_count = 0 < turn.every_steps <= steps
+    by_time = turn.every_s > 0 and (count.owed_at is None or completed_at - count.owed_at >= turn.every_s)
     if by_count or by_time:
         return Count(0, completed_at, step, True)
     return Count(steps, count.owed_at, step, False)
+
+
+def count_to_json(count: Count) -> dict[str, Any]:
+    return {
+        "steps": count.steps,
+        "owed_at": count.owed_at,
+        "step": count.last[0],
+        "generation": count.last[1],
+        "last_was_owed": count.last_was_owed,
+    }
+
+
+def count_from(fields: Fields) -> Count:
+    """What `count_to_json` wrote. Wrong."""
+    return Count(
+        steps=fields.integer("steps"),
+        owed_at=fields.seconds_or_none("owed_at"),
+        last=(fields.text("step"), fields.integer("generation")),
+        last_was_owed=fields.flag("last_was_owed"),
+    )
 
 
 class Policy:
@@ -73,7 +94,7 @@ class Policy:
         if settings.persist.policy == "every" and not again:
             count = counted(
                 self._count(manifest.namespace),
-                settings.persist,
+                Turn(settings.persist.every_steps, settings.persist.every_s),
                 (manifest.step, manifest.generation),
                 manifest.completed_at or 0.0,
             )
@@ -99,24 +120,12 @@ class Policy:
     def _load(self, namespace: str) -> Count | None:
         path = namespace_path(self._registry.tier.meta, _KIND, namespace, _SUFFIX)
         with contextlib.suppress(OSError, Wrong, ValueError, RecursionError):
-            fields = Fields(json.loads(path.read_bytes(), parse_constant=refuse_constant), str(path))
-            return Count(
-                steps=fields.integer("steps"),
-                owed_at=fields.seconds_or_none("owed_at"),
-                last=(fields.text("step"), fields.integer("generation")),
-                last_was_owed=fields.flag("last_was_owed"),
-            )
+            return count_from(Fields(json.loads(path.read_bytes(), parse_constant=refuse_constant), str(path)))
         return None
 
     def _keep(self, namespace: str, count: Count) -> None:
         self._counts[namespace] = count
-        value = {
-            "steps": count.steps,
-            "owed_at": count.owed_at,
-            "step": count.last[0],
-            "generation": count.last[1],
-            "last_was_owed": count.last_was_owed,
-        }
+        value = count_to_json(count)
         path = namespace_path(self._registry.tier.meta, _KIND, namespace, _SUFFIX)
         try:
             write_whole(path, os.fsencode(json.dumps(value)))

@@ -46,9 +46,11 @@ class Failure:
 
 
 class PutOff:
-    """By step."""
+    """By step. `what` says what has not been done then, and `where` what the step waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "persisted", where: str = "the object tier") -> None:
+        self._what = what
+        self._where = where
         self._failures: dict[Key, Failure] = {}
 
     def __len__(self) -> int:
@@ -87,14 +89,15 @@ class PutOff:
         )
         pause_s *= random.uniform(1.0, 1.5)
         failure.attempts += 1
-        failure.message = error.message if isinstance(error, TierfsError) else f"persisting failed: {error}"
+        failure.message = error.message if isinstance(error, TierfsError) else f"it could not be {self._what}: {error}"
         failure.severity = "error" if is_lasting else "warning"
         failure.is_general = isinstance(error, GENERAL)
         failure.failed_at = time.monotonic()
         failure.next_try, failure.next_try_at = failure.failed_at + pause_s, time.time() + pause_s
         log.log(
             logging.ERROR if is_lasting else logging.WARNING,
-            "not persisted yet, tried again in %s: %s",
+            "not %s yet, tried again in %s: %s",
+            self._what,
             format_duration(pause_s),
             failure.message,
             extra={"namespace": key[0], "step": key[1], "tier": "object"},
@@ -108,7 +111,7 @@ class PutOff:
         if general:
             next_s = max(0.0, min(failure.next_try for failure in general) - time.monotonic())
             steps = f"{len(general)} steps wait" if len(general) > 1 else "1 step waits"
-            message = f"{steps} for the object tier: {general[0].message}; tried again in {format_duration(next_s)}"
+            message = f"{steps} for {self._where}: {general[0].message}; tried again in {format_duration(next_s)}"
             found.append({"severity": "warning", "message": message, "path": ""})
         for key, failure in failed.items():
             if not failure.is_general:

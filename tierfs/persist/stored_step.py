@@ -10,7 +10,7 @@ from functools import partial
 from tierfs.errors import ObjectCorrupt, ObjectMissing
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import ObjectInfo
-from tierfs.persist.layout import MANIFEST, inner_of, manifest_key, node_key, node_of, step_prefix
+from tierfs.persist.layout import MANIFEST, inner_of, manifest_key, node_key, node_of, part_key, part_of, step_prefix
 from tierfs.persist.object_manifest import (
     MAX_BYTES,
     NodeFile,
@@ -19,6 +19,7 @@ from tierfs.persist.object_manifest import (
     read_manifest,
     read_node_file,
 )
+from tierfs.persist.part_file import PartFile, read_part_file
 from tierfs.persist.reporting import all_of
 from tierfs.steps.names import StepNames
 
@@ -31,11 +32,13 @@ AT_ONCE = 8
 @dataclass
 class StoredStep:
     """`objects` by the path inside the step, without what belongs to steps whose names begin alike. `manifest` is None
-    where none is there or it is not sound (`has_manifest` tells). Node files that are not sound are left out."""
+    where none is there or it is not sound (`has_manifest` tells). Node and part files
+    that are not sound are left out."""
 
     objects: Mapping[str, ObjectInfo]
     manifest: ObjectManifest | None = None
     nodes: dict[str, NodeFile] = field(default_factory=dict)
+    parts: dict[str, PartFile] = field(default_factory=dict)
 
     @property
     def has_manifest(self) -> bool:
@@ -67,7 +70,8 @@ class StoredStep:
 
     def known(self, inner: str) -> list[SentObject]:
         """What nodes say they sent under this name, as far as it is what lies there."""
-        found = [sent for node_file in self.nodes.values() if (sent := node_file.objects.get(inner)) is not None]
+        told = [*self.nodes.values(), *(part.sent for part in self.parts.values())]
+        found = [sent for node_file in told if (sent := node_file.objects.get(inner)) is not None]
         return [sent for sent in found if self.holds(inner, sent.file.size_bytes, sent.etag)]
 
 
@@ -91,6 +95,9 @@ async def look(
     if read:
         jobs = []
         for inner, info in objects.items():
+            part = part_of(inner)
+            if part is not None and only in (None, part):
+                jobs.append(partial(_read_part_file, client, stored, namespace, step, part))
             node = node_of(inner)
             if node is None or (only is not None and node != only):
                 continue
@@ -119,6 +126,16 @@ async def _read_manifest(client: ObjectClient, stored: StoredStep, namespace: st
         stored.manifest = read_manifest(data, namespace, step)
     except ObjectMissing:
         stored.objects = {inner: info for inner, info in stored.objects.items() if inner != MANIFEST}
+    except ObjectCorrupt as error:
+        log.warning("%s", error.message, extra={"namespace": namespace, "step": step, "tier": "object"})
+
+
+async def _read_part_file(client: ObjectClient, stored: StoredStep, namespace: str, step: str, node: str) -> None:
+    try:
+        data, _ = await client.get(part_key(namespace, step, node), most_bytes=MAX_BYTES)
+        stored.parts[node] = read_part_file(data, namespace, step)
+    except ObjectMissing:
+        pass
     except ObjectCorrupt as error:
         log.warning("%s", error.message, extra={"namespace": namespace, "step": step, "tier": "object"})
 

@@ -31,7 +31,8 @@ ABANDONED_AFTER_S = 86400.0
 
 
 class Sweeper:
-    """`is_busy` says of which steps this node is sending something, or owes it."""
+    """`is_busy` says of which steps this node is sending something, or owes it, `is_part` which are wanted as they are:
+    some of their files were sent, and retention says when these go."""
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class Sweeper:
         *,
         node: str,
         is_busy: Callable[[Key], bool],
+        is_part: Callable[[Key], bool],
     ) -> None:
         self.registry = registry
         self.client = client
         self.deletions = deletions
         self._node = node
         self._is_busy = is_busy
+        self._is_part = is_part
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """At start and daily, until cancelled."""
@@ -91,7 +94,7 @@ class Sweeper:
         uncommitted: list[Key] = []
         for found in await step_directories(self.client, self.registry.names):
             if found.manifest is None:
-                if found.has_own:
+                if found.has_own and not self._is_part(found.key):
                     uncommitted.append(found.key)
             else:
                 newest = committed.get(found.key[0], 0.0)

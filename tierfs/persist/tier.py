@@ -9,6 +9,7 @@ import trio
 from tierfs.hydrate.hydration import Hydration
 from tierfs.hydrate.source import ObjectSource
 from tierfs.objects.client import ObjectClient
+from tierfs.persist.archiver import Archiver
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.index import ObjectIndex
 from tierfs.persist.persister import Persister
@@ -24,7 +25,13 @@ class ObjectSteps:
     """
 
     def __init__(
-        self, registry: StepRegistry, client: ObjectClient, *, node: str, hydration: Hydration | None = None
+        self,
+        registry: StepRegistry,
+        client: ObjectClient,
+        *,
+        node: str,
+        hydration: Hydration | None = None,
+        archive: ObjectClient | None = None,
     ) -> None:
         self.client = client
         self.registry = registry
@@ -34,6 +41,7 @@ class ObjectSteps:
         self._runs_hydration = hydration is None
         self.hydration = hydration or Hydration(registry, self.source)
         self.hydration.serve_objects(self.index.manifest, self.index.kept)
+        self.archiver = Archiver(registry, client, archive, self.index, self.deletions) if archive is not None else None
         self.persister = Persister(
             registry,
             client,
@@ -42,6 +50,7 @@ class ObjectSteps:
             node=node,
             hydrate=self.hydration.hydrate,
             is_stub=self.hydration.is_stub,
+            archiver=self.archiver,
         )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -51,6 +60,8 @@ class ObjectSteps:
                 await nursery.start(self.hydration.run)
             await nursery.start(self.index.run)
             await nursery.start(self.persister.run)
+            if self.archiver is not None:
+                await nursery.start(self.archiver.run)
             task_status.started()
 
     # --- told by steps
@@ -76,7 +87,7 @@ class ObjectSteps:
         return self.hydration.is_stub(ino)
 
     def may_leave_ram(self, record: StepRecord) -> bool:
-        return not record.manifest.owed
+        return not record.manifest.owed and not self.persister.parts.owes(record)
 
     def ram_bytes(self, record: StepRecord) -> int:
         return self.hydration.ram_bytes(record)
@@ -107,6 +118,8 @@ class ObjectSteps:
                 "at": persisted.at if persisted is not None else None,
                 "error": progress.error if progress is not None else "",
             },
+            "part": self.persister.parts.describe(record),
+            "archive": self.archiver.describe(record.key) if self.archiver is not None else None,
             "ram_bytes": self.hydration.ram_bytes(record),
             "stubs": self._stubs(record),
         }

@@ -8,7 +8,7 @@ from functools import partial
 
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import ObjectInfo
-from tierfs.persist.layout import MANIFEST, OWN, is_safe, step_prefix
+from tierfs.persist.layout import MANIFEST, NODES, OWN, PARTS, is_safe, step_prefix
 from tierfs.persist.reporting import all_of
 from tierfs.steps.names import StepNames, StepPath
 
@@ -20,11 +20,14 @@ DEPTH = 8
 
 @dataclass(frozen=True)
 class StepDirectory:
-    """A directory of the object tier that is a step by its name. `manifest` is the object, `has_own` any of ours."""
+    """A directory of the object tier that is a step by its name. `manifest` is the object, `has_own` any of ours;
+    `is_begun` where a node has begun to send all of it, `has_parts` where some did so with a part of its files."""
 
     where: StepPath
     manifest: ObjectInfo | None
     has_own: bool
+    is_begun: bool
+    has_parts: bool
 
     @property
     def key(self) -> tuple[str, str]:
@@ -69,4 +72,6 @@ async def _look(client: ObjectClient, where: StepPath, found: list[StepDirectory
     prefix = step_prefix(where.namespace, where.step)
     listing = await client.list_all(f"{prefix}{OWN}/", delimiter="/")
     manifest = next((info for info in listing.objects if info.key == prefix + MANIFEST), None)
-    found.append(StepDirectory(where, manifest, bool(listing.objects or listing.prefixes)))
+    has_own = bool(listing.objects or listing.prefixes)
+    is_begun, has_parts = (prefix + folder in listing.prefixes for folder in (NODES, PARTS))
+    found.append(StepDirectory(where, manifest, has_own, is_begun, has_parts))
