@@ -17,7 +17,7 @@ WORKERS ?= 3
 # RERUN. It passes only then; what fails twice fails. RERUNS=0 for none.
 RERUNS ?= 1
 
-.PHONY: help setup demo test test-all pytest test-verbs image-check lint format docs bench soak mount-helper clean
+.PHONY: help setup demo test test-all pytest test-verbs frameworks image-check lint format docs bench soak mount-helper clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ pytest: setup ## the tests alone; TESTS=tests/compat runs some of them
 
 test-verbs: setup ## the tests of RDMA, in a virtual machine with soft-RoCE (installs qemu and pyverbs if root)
 	scripts/test-verbs.sh $(VENV) $(if $(filter-out tests,$(TESTS)),$(TESTS))
+
+frameworks: setup ## install Megatron-Core, torchtitan, Ray and DeepSpeed for tests/compat/test_heavy_frameworks.py, apart from the rest
+	DS_BUILD_OPS=0 $(RUN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/frameworks -r tests/frameworks-requirements.txt
 
 # SHARE=/srv/wheels:… are places that the machine's pip is set up with, and that the steps need as well.
 image-check: ## replay deploy/container/Dockerfile in a clean root (as root, with debootstrap), and mount with the result
