@@ -130,6 +130,7 @@ class WritingNode(Node):
         self.publisher.names.on_overruled = self.following.path_overruled
         self.showing.is_behind = self.following.is_behind = self.publisher.names.is_behind
         self.showing.removed_here = self.publisher.is_removed_here
+        self.showing.is_being_emptied = self.removing.has_removed
         self.showing.is_being_told = self.publisher.is_being_told
         self.following.made_here = self.publisher.is_made_here
         self.registry.cluster = Told(self)  # type: ignore[assignment]

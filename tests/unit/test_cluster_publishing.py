@@ -14,6 +14,7 @@ from tests.unit.cluster_writers import WritingNode
 from tests.unit.step_driver import MARKER, until
 from tierfs.catalog import keys
 from tierfs.catalog.memory import MemoryServer
+from tierfs.catalog.records import StepState, to_bytes
 from tierfs.errors import CatalogUnavailable, CommitRefused
 
 STEP = "run/step_1"
@@ -242,6 +243,25 @@ async def test_files_of_a_complete_step_that_are_added_and_removed(cluster: Clus
         await cluster.b.driver.unlink(f"{STEP}/{B}")
         await until(lambda: KEY not in cluster.a.view.states, "the commit is withdrawn")
         await until(lambda: not cluster.a.driver.record(STEP).is_complete, "it is not complete elsewhere either")
+
+
+async def test_a_step_that_is_removed_while_its_commit_is_made_does_not_come_back(cluster: Cluster) -> None:
+    """`rm -r` just after the save: its rmdir would find names again."""
+    async with cluster:
+        a = cluster.a
+        await a.shards(STEP, 1, MINE)
+        (a.root / STEP / MARKER).write_bytes(b"marker")
+        marker = a.file(f"{STEP}/{MARKER}")
+        await cluster.settled()
+        await a.driver.unlink(f"{STEP}/{A}")
+        await a.driver.unlink(f"{STEP}/{MARKER}")
+        state = StepState(1, 1, 1.0, "a", MARKER, marker, {"a": 1}, 2, 3000, "complete")
+        await a.store.put(keys.state_key(*KEY), to_bytes(state))
+        await until(lambda: KEY in a.view.states, "the commit is seen")
+        for _ in range(10):
+            await a.showing.show_listing(STEP)
+            assert names_in(a.root / STEP) == set()
+        await until(lambda: KEY not in a.view.states, "the commit is withdrawn")
 
 
 async def test_a_file_that_was_committed_by_the_name_it_had_while_it_was_copied(cluster: Cluster) -> None:

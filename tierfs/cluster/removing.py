@@ -111,6 +111,10 @@ class Removing:
         """The name was removed here, and the catalogue may not know yet: it is not to be shown again."""
         return inner in self._removed.get(key, ()) and self._is_still(key)
 
+    def has_removed(self, key: Key) -> bool:
+        """The same of any name in the step."""
+        return bool(self._removed.get(key)) and self._is_still(key)
+
     def _is_still(self, key: Key) -> bool:
         record, generation = self._of.get(key, (None, 0))
         return (

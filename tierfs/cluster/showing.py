@@ -51,13 +51,15 @@ class Shown:
 
 class Showing(ShownNames):
     """Used from the trio thread. `take` (set by `tierfs.cluster.taking`) brings a step to what another node committed;
-    `is_completing` says of a step that this node is about to make it complete itself. With `operations_applied` it is
-    waited for renames that the catalogue has and this tree not yet."""
+    `is_completing` says of a step that this node is about to make it complete itself, `is_being_emptied` that a program
+    removed files of it here. With `operations_applied` it is waited for renames that the catalogue has and this tree
+    not yet."""
 
     def __init__(self, registry: StepRegistry, view: View, copies: Copies, maker: FileMaker) -> None:
         super().__init__(registry, view, copies, maker)
         self.take: Callable[[Key], Awaitable[object]] = _take_nothing
         self.is_completing: Callable[[Key], bool] = lambda key: False
+        self.is_being_emptied: Callable[[Key], bool] = lambda key: False
         self.operations_applied: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._locks: dict[Key, trio.Lock] = {}
         #: Files that were added to complete steps and have names here: their versions. An addition may go again.
@@ -171,8 +173,14 @@ class Showing(ShownNames):
             return manifest.generation < state.record.generation
         if self.is_completing(record.key) or (state.record.node == self.copies.node and manifest.files):
             return False  # this node is just about it, or does it again when it joins
+        if self.was_emptied(record):
+            return False
         writing = manifest.overwrite.generation if manifest.overwrite is not None else manifest.generation
         return writing <= state.record.generation
+
+    def was_emptied(self, record: StepRecord) -> bool:
+        """A program removed here what there was of the step: its commit came too late, and is about to be withdrawn."""
+        return not record.manifest.files and not record.is_complete and self.is_being_emptied(record.key)
 
     def shown(self, record: StepRecord) -> Shown | None:
         """None while nothing of other nodes shows: an overwrite that did not hide the old marker yet."""

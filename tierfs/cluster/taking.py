@@ -60,7 +60,7 @@ class Taking:
             if state is None or tree is None or self._showing.removed_here(rel) or self._showing.is_moving_here(rel):
                 return False
             record = await self._record(key, tree.create_revision)
-            if record is None:
+            if record is None or self._showing.was_emptied(record):
                 return False
             if anyway and record.is_complete and record.manifest.generation == state.record.generation:
                 self._give_up_own(record, state.record)

@@ -159,6 +159,7 @@ class ClusterTier:
         self.showing.is_moving_here = self.publisher.is_moving_here
         self.showing.is_being_told = self.publisher.is_being_told
         self.showing.is_completing = self.publisher.is_completing
+        self.showing.is_being_emptied = self.removing.has_removed
         self.showing.maker.mark_anew = lambda record: mark_anew(self.hydration.table, record)
         self.following.made_here = self.publisher.is_made_here
         self.holdings.on_put = self.stewardship.poke
