@@ -162,6 +162,8 @@ class TierFs(pyfuse3.Operations):
         try:
             os.unlink(name, dir_fd=self.nodes.fd(parent_inode))
         except FileNotFoundError:
+            if rel is not None and self.tracker.is_out_of_sight(rel):
+                return  # the kernel hears of that a moment later, and DCP removes the old marker where it sees one
             if not self._replays.resent("unlink", parent_inode):
                 raise
         if victim is not None:

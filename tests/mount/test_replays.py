@@ -44,6 +44,10 @@ class Told(NoSteps):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, ...]] = []
+        self.out_of_sight = ""
+
+    def is_out_of_sight(self, rel: str) -> bool:
+        return rel == self.out_of_sight
 
     def created(self, rel: str, pid: int) -> None:
         self.calls.append(("created", rel))
@@ -114,6 +118,15 @@ async def test_a_request_sent_again_finds_its_own_work(rig: Rig, operation: str,
     with pytest.raises(pyfuse3.FUSEError) as failed:  # a new one gets the truth
         await request_again(rig.fs)
     assert failed.value.errno in (errno.EEXIST, errno.ENOENT)
+
+
+async def test_what_was_taken_out_of_sight_can_be_removed_by_who_still_saw_it(rig: Rig) -> None:
+    rig.told.out_of_sight = "marker"
+    await rig.fs.unlink(1, b"marker", CALLER)
+    assert rig.told.calls == [], "the name is nobody's business any more"
+    with pytest.raises(pyfuse3.FUSEError) as failed:
+        await rig.fs.unlink(1, b"other", CALLER)
+    assert failed.value.errno == errno.ENOENT
 
 
 async def test_a_link_sent_again_finds_its_own_work(rig: Rig) -> None:

@@ -428,9 +428,12 @@ async def test_removing_files_for_good_is_accepted(driver: Driver, trainer: Prog
 
 async def test_a_removed_file_that_is_made_anew_hides_the_marker(driver: Driver) -> None:
     await driver.save(STEP, 1)
+    assert not driver.steps.is_out_of_sight(f"{STEP}/{MARKER}")
     await driver.unlink(f"{STEP}/__0_0.distcp")
     await driver.write(f"{STEP}/__0_0.distcp", content(2, "__0_0.distcp", 3000))
     assert driver.loaded(STEP) is None
+    seen = [name for name in ("__0_0.distcp", "no-such", MARKER) if driver.steps.is_out_of_sight(f"{STEP}/{name}")]
+    assert seen == [MARKER], "who still saw it may remove it"
     await driver.settle(seconds=400)
     assert driver.loaded(STEP) == 1
 
@@ -715,6 +718,23 @@ async def test_an_evicted_or_unfinished_step_is_not_latest(driver: Driver) -> No
     await driver.operations.evict("run/step_2", force=True)
     assert driver.latest() == "step_1"
     assert ("run", "latest") in driver.told
+
+
+async def test_a_marker_that_somebody_still_writes_commits_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two programs that save one step at once, one writes the marker that the other renames."""
+    monkeypatch.setattr(commits, "CLOSE_GRACE_S", 0.1)
+    await driver.save("run/step_1", 1)
+    for name, size in FILES.items():
+        await driver.write(f"run/step_1/{name}", content(2, name, size))
+    await driver.write(f"run/step_1/{MARKER}.tmp", marker(2, FILES))
+    other = await driver.open(f"run/step_1/{MARKER}.tmp")
+    with pytest.raises(CommitRefused, match=r"\.metadata\.tmp is still open for writing"):
+        await driver.rename(f"run/step_1/{MARKER}.tmp", f"run/step_1/{MARKER}")
+    driver.close(other)
+    await driver.rename(f"run/step_1/{MARKER}.tmp", f"run/step_1/{MARKER}")
+    assert driver.registry.records["run", "step_1"].manifest.generation == 2
 
 
 # --- retention

@@ -69,6 +69,9 @@ class StepTracker(Protocol):
 
     def after_unlink(self, rel: str) -> None: ...
 
+    def is_out_of_sight(self, rel: str) -> bool:
+        """A program may still have seen the name, whose file was taken away by tierfs just now."""
+
     async def before_rename(self, old: str, new: str, flags: int, pid: int) -> None: ...
 
     def after_rename(self, old: str, new: str, flags: int, pid: int) -> None: ...
@@ -160,6 +163,9 @@ class NoSteps:
 
     def after_unlink(self, rel: str) -> None:
         pass
+
+    def is_out_of_sight(self, rel: str) -> bool:
+        return False
 
     async def before_rename(self, old: str, new: str, flags: int, pid: int) -> None:
         pass

@@ -146,8 +146,11 @@ async def renew(registry: StepRegistry, record: StepRecord, inner: str, *, trunc
 
 def _is_to_renew(registry: StepRegistry, record: StepRecord, inner: str) -> bool:
     """The name stands for a file of the old generation, or for a marker of it that was hidden."""
-    if record.is_of_old_generation(inner):
-        return True
+    return record.is_of_old_generation(inner) or is_hidden(registry, record, inner)
+
+
+def is_hidden(registry: StepRegistry, record: StepRecord, inner: str) -> bool:
+    """The old generation's marker of that name was taken out of sight, and there is no other yet."""
     current = record.manifest.overwrite
     return (
         current is not None

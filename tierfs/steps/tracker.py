@@ -257,6 +257,11 @@ class Steps:
     async def before_unlink(self, rel: str, pid: int) -> None:
         self._before_removal(rel, pid)
 
+    def is_out_of_sight(self, rel: str) -> bool:
+        where = self.registry.names.locate(rel)
+        record = self.registry.at(where) if where is not None and where.inner else None
+        return where is not None and record is not None and generations.is_hidden(self.registry, record, where.inner)
+
     def after_unlink(self, rel: str) -> None:
         self.registry.cluster.gone(rel)
         where = self.registry.names.locate(rel)
