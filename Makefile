@@ -9,6 +9,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 SOAK_KILLS ?= 100
+SOAK_MINUTES ?= 30
 TESTS ?= tests
 TESTS_MARKED ?= not slow
 # Most tests wait more than they compute. Each worker takes whole files. WORKERS=0 runs one test after the other.
@@ -73,7 +74,10 @@ bench: setup ## measure against baselines taken in the same run; results go to b
 bench-verbs: setup ## RDMA against ib_read_bw and TCP, in the virtual machine of test-verbs
 	scripts/test-verbs.sh $(VENV) --bench
 
-soak: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads and of nodes
+soak: setup ## four nodes save and load for SOAK_MINUTES (30) under random faults of all kinds; SOAK="--seed 7 --faults lose-node,s3-cut"
+	PYTHONPATH=tests $(RUN)/python -m soak --minutes $(SOAK_MINUTES) $(SOAK)
+
+soak-kills: setup ## kill daemon and trainers at SOAK_KILLS random moments (100) of saves, half as many of uploads and of nodes
 	TIERFS_KILLS=$(SOAK_KILLS) $(RUN)/python -m pytest tests/faults tests/cluster/test_faults.py tests/mount/test_channel.py -m "" --timeout 3600 -v -rP
 
 mount-helper: setup ## let mount(8) and /etc/fstab find tierfs, as root: links in /sbin

@@ -58,5 +58,5 @@ def run(nodes: Cluster) -> Iterator[str]:
 
 @pytest.fixture
 def rounds() -> int:
-    """How many random faults a test does at least. `make soak` asks for 50; without it only one of each kind is."""
+    """How many random faults a test does at least. `make soak-kills` asks for 50; else one of each kind is enough."""
     return int(os.environ.get("TIERFS_KILLS", "0")) // 2

@@ -28,5 +28,5 @@ def instance(scratch: Path) -> Iterator[Instance]:
 
 @pytest.fixture
 def moments() -> int:
-    """How many random moments to kill at. `make soak` asks for 100."""
+    """How many random moments to kill at. `make soak-kills` asks for 100."""
     return int(os.environ.get("TIERFS_KILLS", "6"))

@@ -107,7 +107,7 @@ def test_random_faults_never_give_a_wrong_byte_nor_lose_a_step(
     mount: Mount, bucket: Bucket, proxy: FaultProxy, dice: random.Random
 ) -> None:
     proxy.reseed(dice.randrange(1 << 30))
-    rounds = int(os.environ.get("TIERFS_KILLS", "8")) // 8  # `make soak` asks for 12
+    rounds = int(os.environ.get("TIERFS_KILLS", "8")) // 8  # `make soak-kills` asks for 12
     steps = ["step_1", "step_2", "step_3", "step_4"]
     with mount(transfer_read_retry_for_s="4", s3_read_timeout_s="1.5") as instance:
         quiet = save_seconds(instance, [1, 2])

@@ -28,7 +28,7 @@ SIZE = 40 * MIB  # one shard of three parts
 
 @pytest.fixture
 def kills() -> int:
-    """How many random moments to kill at, for each kind of victim. `make soak` asks for 50."""
+    """How many random moments to kill at, for each kind of victim. `make soak-kills` asks for 50."""
     return int(os.environ.get("TIERFS_KILLS", "4")) // 2
 
 

@@ -21,7 +21,7 @@ if not os.path.exists("/dev/fuse"):
 
 MODES = [(kind, passthrough) for kind in ("customio", "socketpair") for passthrough in ("on", "off")]
 MIB = 1 << 20
-#: How many random moments to kill the daemon at. `make soak` asks for 100.
+#: How many random moments to kill the daemon at. `make soak-kills` asks for 100.
 KILLS = int(os.environ.get("TIERFS_KILLS", "15"))
 
 

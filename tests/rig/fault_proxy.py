@@ -113,13 +113,18 @@ class _Cut(Exception):
 
 @dataclass
 class FaultProxy:
-    """See the module. `upstream` is the server's address and may be changed; `seed` makes probabilities repeatable."""
+    """See the module. `upstream` is the server's address and may be changed; `seed` makes probabilities repeatable.
+
+    It listens at `host`, with a socket of `make_socket`: one of another network namespace, for clients in it.
+    """
 
     upstream: tuple[str, int]
     seed: int = 0
     rules: list[Rule] = field(default_factory=list)
     log: list[Exchange] = field(default_factory=list)
     port: int = 0
+    host: str = "127.0.0.1"
+    make_socket: Callable[[], socket.socket] = socket.socket
 
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)
@@ -131,7 +136,7 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def __enter__(self) -> FaultProxy:
         self.resume()
@@ -171,9 +176,9 @@ class FaultProxy:
     def resume(self) -> None:
         """Listen, on the same port as before."""
         self._stopping = threading.Event()
-        listener = socket.socket()
+        listener = self.make_socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
+        listener.bind((self.host, self.port))
         listener.listen(128)
         self.port = listener.getsockname()[1]
         self._listener = listener

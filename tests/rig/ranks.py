@@ -37,6 +37,14 @@ def preload(*modules: str) -> None:
     _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
+def forked(function: Callable[..., Any], *arguments: Any) -> tuple[Connection, Connection, Any]:
+    """Both ends of a pipe, and a started process that runs `function(theirs, *arguments)`."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=function, args=(theirs, *arguments))
+    process.start()
+    return ours, theirs, process
+
+
 @dataclass(frozen=True)
 class Seat:
     """Where a rank runs: on a host of a network under test, with the mount of its node as its `root`."""
@@ -86,12 +94,8 @@ class Job:
         self._answers: dict[int, tuple[str, Any]] = {}
         self._events: list[Any] = []
         for rank in range(world):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_run_rank,
-                args=(theirs, function, rank, world, f"{self._directory.name}/store", table, arguments),
-            )
-            process.start()
+            store = f"{self._directory.name}/store"
+            ours, theirs, process = forked(_run_rank, function, rank, world, store, table, arguments)
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
