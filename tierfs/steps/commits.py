@@ -32,8 +32,11 @@ async def check_commit(
     Returns the files it names (paths inside the step), or None when the marker can't be read, or other nodes' files
     are not known to be there: then the rename may go on, but the step doesn't become complete. Where it `completes` the
     step, it is complete for all nodes once this returns. Raises CommitRefused where files are missing, short, stale or
-    open.
+    open, the marker among them: of two programs that save one step, the other may be about to write it.
     """
+    being_renamed = str(path.relative_to(record.directory))
+    if not await _closed(record, frozenset({being_renamed})):
+        raise _refused(registry, record, marker, Shortfall(still_open=(being_renamed,)))
     try:
         content = await trio.to_thread.run_sync(read_dcp_marker, path)
     except MarkerUnreadable as error:
@@ -43,9 +46,7 @@ async def check_commit(
         return None
     directory = f"{marker.directory}/" if marker.directory else ""
     named = frozenset(directory + name for name in content.files)
-    with trio.move_on_after(CLOSE_GRACE_S):
-        while not named.isdisjoint(record.open_names()):
-            await record.writer_left.wait()
+    await _closed(record, named)
     lacking = shortfall(record, marker, content)
     if registry.cluster.shares:
         # What is not here may be on other nodes, and what is here of an older generation may be newer there.
@@ -58,6 +59,15 @@ async def check_commit(
             return None
     registry.crash("commit:checked")
     return named
+
+
+async def _closed(record: StepRecord, names: frozenset[str]) -> bool:
+    """Whether nobody has one of these files open for writing, once whoever just closed them is known to have."""
+    with trio.move_on_after(CLOSE_GRACE_S):
+        while not names.isdisjoint(record.open_names()):
+            await record.writer_left.wait()
+        return True
+    return False
 
 
 async def commit_with_others(

@@ -321,10 +321,10 @@ class Steps:
         record = self.registry.at_or_new(target)
         if record is None or not target.inner:
             return
-        if target.inner not in record.open_names():
+        if not (is_open := target.inner in record.open_names()):
             self._seal(record, target.inner)
         checked, named = self._checked.pop(record.key, ("", frozenset()))
-        if checked == target.inner and self._makes_whole(record, target.inner):
+        if checked == target.inner and not is_open and self._makes_whole(record, target.inner):
             commit(self.registry, record, marker=target.inner, named=named)
         else:
             self.registry.judge_soon(record)
