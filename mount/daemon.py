@@ -31,6 +31,8 @@ from mount.runtime import Instance, MountRecord, log_directory, read_record
 from mount.watching import Watching
 from tierfs.cluster.operations import ClusterOperations
 from tierfs.cluster.tier import ClusterTier
+from tierfs.disk.operations import DiskOperations
+from tierfs.disk.tier import DiskTier
 from tierfs.errors import MountError, TierfsError
 from tierfs.hydrate.hydration import Hydration
 from tierfs.hydrate.source import NoSource
@@ -58,6 +60,8 @@ DRAIN_S = 20.0
 LISTED_WITHIN_S = 10.0
 #: The same for the catalogue.
 JOINED_WITHIN_S = 5.0
+#: The same for the local disk, which is read before anything is served.
+DISK_WITHIN_S = 15.0
 LOOK_S = 0.1
 #: After so many attempts that failed the store is taken for unreachable for now.
 MOST_RETRIES = 3
@@ -87,6 +91,7 @@ class Daemon:
         self._leaving = Leaving()
         self._listed = trio.Event()
         self._joined = trio.Event()
+        self._disk_read = trio.Event()
         self._gateway_serves = trio.Event()
         self._gateway_scope = trio.CancelScope()
         # Before pyfuse3 is imported anywhere: its calls to libfuse must find the channel's.
@@ -111,6 +116,9 @@ class Daemon:
         self.archive = archive_pool(settings) if settings.object and settings.archive.object else None
         self.objects: ObjectSteps | None = None
         hydration = self.cluster.hydration if self.cluster is not None else None
+        self.disk = self._disk_tier(node)
+        if self.disk is not None:
+            hydration = self.disk.hydration
         if self.workers is not None:
             self.objects = ObjectSteps(
                 self.registry, self.workers, node=node, hydration=hydration, archive=self.archive
@@ -121,11 +129,18 @@ class Daemon:
                 self.cluster.sources.objects = self.objects.source
         elif hydration is not None:
             self.registry.object_tier = StubTier(hydration)
+        if self.disk is not None:
+            if self.objects is not None:
+                self.disk.source.others = self.objects.source
+            manifest_of = self.objects.index.manifest if self.objects is not None else None
+            self.disk.stand_before(self.registry.object_tier, manifest_of)
+            self.registry.object_tier = self.disk
         if hydration is not None:
             hydration.scan()
         else:
             hydration = self._left_stubs()
-        self._left = hydration if self.cluster is None and self.objects is None else None
+        runs_itself = (self.cluster, self.objects, self.disk) != (None, None, None)
+        self._left = None if runs_itself else hydration
         recover(self.registry)
         if self.cluster is not None:
             self.cluster.scan()
@@ -147,6 +162,7 @@ class Daemon:
             path_of=self.filesystem.nodes.path,
             objects=self._object_operations(),
             cluster=ClusterOperations(self.cluster) if self.cluster is not None else None,
+            disk=DiskOperations(self.disk) if self.disk is not None else None,
             gateway=self._gateway_status(),
             leaving=self._leaving,
             pages=self.watching,
@@ -159,6 +175,7 @@ class Daemon:
             workers=self.workers,
             objects=self.objects,
             cluster=self.cluster,
+            disk=self.disk,
         )
         self.control = ControlServer(instance.control_socket, operations.table(), fuse_fd=fuse_fd)
         self.upkeep = Upkeep(self.registry)
@@ -180,6 +197,15 @@ class Daemon:
         )
         self.registry.object_tier = StubTier(hydration)
         return hydration
+
+    def _disk_tier(self, node: str) -> DiskTier | None:
+        if self.settings.disk.path is None:
+            return None
+        if self.cluster is not None:
+            message = "a disk tier among several nodes is not built yet: disk.path is ignored"
+            self.registry.problem("warning", message, "")
+            return None
+        return DiskTier(self.registry, node=node)
 
     def _join_cluster(self, node: str) -> ClusterTier | None:
         if not self.settings.catalog:
@@ -208,6 +234,9 @@ class Daemon:
                 await nursery.start(self.upkeep.run)
                 await nursery.start(self.watching.run)
                 nursery.start_soon(self.tier.trim_leftovers)
+                if self.disk is not None:
+                    nursery.start_soon(self._run_disk, self.disk)
+                    await self._wait_for_disk()
                 await nursery.start(self.control.run)
                 if self._left is not None:
                     await nursery.start(self._left.run)
@@ -245,6 +274,27 @@ class Daemon:
     def _gateway_works(self) -> None:
         self.registry.clear_problems(GATEWAY)
         self._gateway_serves.set()
+
+    async def _run_disk(self, disk: DiskTier) -> None:
+        await run_again(
+            [disk.run],
+            "the disk tier",
+            started=self._disk_read.set,
+            failed=lambda message: self.registry.problem("error", message, ""),
+        )
+
+    async def _wait_for_disk(self) -> None:
+        """So that its steps are there before anybody looks. The kernel does not listen yet."""
+        registry = self.registry
+        tell, registry.invalidate = (
+            registry.invalidate,
+            lambda directory, name: registry.untold.append((directory, name)),
+        )
+        try:
+            with trio.move_on_after(DISK_WITHIN_S):
+                await self._disk_read.wait()
+        finally:
+            registry.invalidate = tell
 
     async def _run_cluster(self, cluster: ClusterTier) -> None:
         await run_again(

@@ -26,6 +26,7 @@ from tierfs.watch.histogram import Histogram
 if TYPE_CHECKING:
     from mount.channel import Channel
     from tierfs.cluster.tier import ClusterTier
+    from tierfs.disk.tier import DiskTier
     from tierfs.hydrate.hydration import Hydration
     from tierfs.objects.pool import WorkerPool
     from tierfs.persist.tier import ObjectSteps
@@ -56,6 +57,7 @@ class Sources:
     workers: WorkerPool | None = None
     objects: ObjectSteps | None = None
     cluster: ClusterTier | None = None
+    disk: DiskTier | None = None
 
 
 @dataclass
@@ -97,6 +99,8 @@ class Metrics:
         self._hydration(found)
         if self._from.workers is not None and self._from.objects is not None:
             self._objects(found, self._from.workers, self._from.objects)
+        if self._from.disk is not None:
+            self._disk(found, self._from.disk)
         if self._from.cluster is not None:
             self._nodes(found, self._from.cluster)
         self._daemon(found, problems, is_mounted=is_mounted)
@@ -142,6 +146,9 @@ class Metrics:
             found.put("tierfs_replication_lag_seconds", lag, namespace=namespace)
         if self._from.objects is not None and (settings.persist.policy in ("all", "every") or "object" in each.newest):
             tiers.add("object")
+        if self._from.disk is not None and (settings.disk.policy != "none" or "disk" in each.newest):
+            tiers.add("disk")
+            found.put("tierfs_step_bytes", each.bytes["disk"], namespace=namespace, tier="disk")
         for tier in sorted(tiers):
             age = now - each.newest.get(tier, each.begun_at)
             found.put("tierfs_recovery_point_age_seconds", max(0.0, age), namespace=namespace, tier=tier)
@@ -156,6 +163,8 @@ class Metrics:
         each.states[state] += 1
         each.begun_at = min(each.begun_at, manifest.created_at)
         each.bytes["ram"] += self._ram_bytes(record)
+        if registry.object_tier.on_disk(record):
+            each.bytes["disk"] += manifest.bytes
         if manifest.persisted is not None:
             each.bytes["object"] += manifest.persisted.bytes
         if not record.is_complete:
@@ -163,7 +172,7 @@ class Metrics:
         completed_at = manifest.completed_at or 0.0
         if manifest.owed:
             each.owed_bytes += manifest.bytes
-        if not registry.cluster.is_readable(record):
+        if not registry.is_readable(record):
             return
         of_step = manifest.number, completed_at
         each.newest_step = max(each.newest_step or of_step, of_step)
@@ -175,6 +184,8 @@ class Metrics:
             each.lacking_since = min(each.lacking_since or completed_at, completed_at)
         if record.is_persisted:
             tiers.append("object")
+        if registry.object_tier.on_disk(record):
+            tiers.append("disk")
         for tier in tiers:
             each.newest[tier] = max(each.newest.get(tier, 0.0), completed_at)
 
@@ -244,6 +255,17 @@ class Metrics:
         for (tier, kind), count in counts.failures.items():
             found.put("tierfs_hydration_failures_total", count, tier=tier, kind=kind)
         found.put("tierfs_hydration_chunks_in_flight", hydration.in_flight)
+
+    def _disk(self, found: Figures, disk: DiskTier) -> None:
+        status = disk.status()
+        found.put("tierfs_disk_used_bytes", status["used_bytes"])
+        found.put("tierfs_disk_steps", status["steps"])
+        found.put("tierfs_disk_owed_steps", status["steps_owed"])
+        found.put("tierfs_disk_owed_bytes", status["bytes_owed"])
+        found.put("tierfs_disk_usable", status["state"] == "ok" and not status["problem"])
+        found.put("tierfs_disk_damaged_steps", len(disk.index.damaged))
+        found.put("tierfs_disk_written_bytes_total", status["bytes_written"])
+        found.put("tierfs_disk_read_bytes_total", status["bytes_read"])
 
     def _daemon(self, found: Figures, problems: Mapping[str, int], *, is_mounted: bool) -> None:
         source = self._from

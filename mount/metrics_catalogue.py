@@ -15,7 +15,7 @@ Kind = Literal["gauge", "counter", "histogram"]
 @dataclass(frozen=True)
 class Metric:
     """`name` is as it is exposed; a histogram has `_bucket`, `_sum` and `_count` behind it. `needs` is what it needs to
-    be there: "", `object` (an object tier), `cluster` (a catalogue)."""
+    be there: "", `object` (an object tier), `disk` (a disk tier), `cluster` (a catalogue)."""
 
     name: str
     kind: Kind
@@ -57,19 +57,21 @@ SECTIONS = (
             ),
             _gauge(
                 "step_bytes",
-                "Bytes of the namespace's steps by tier: ram (in this node's RAM, copies for others included), object.",
+                "Bytes of the namespace's steps by tier: ram (in this node's RAM, copies for others included), disk "
+                "(on this node's disk), object.",
                 "namespace", "tier",
             ),
             _gauge(
                 "recovery_point_age_seconds",
-                "Seconds of training that would be lost now if only this tier were left (ram, replica, object): since "
-                "the newest step there was complete, or since the namespace's first step was begun where none is.",
+                "Seconds of training that would be lost now if only this tier were left (ram, disk, replica, object): "
+                "since the newest step there was complete, or since the namespace's first step was begun where none "
+                "is.",
                 "namespace", "tier",
             ),
             _histogram(
                 "step_level_seconds",
-                "Seconds until a step reached a level: ram since its first write on this node, replica and object "
-                "since it was complete. Each step is counted by one node.",
+                "Seconds until a step reached a level: ram since its first write on this node, disk, replica and "
+                "object since it was complete. Each step is counted by one node.",
                 "namespace", "level",
             ),
             _gauge("checksum_queue_files", "Sealed files whose checksum is still to be computed."),
@@ -114,6 +116,19 @@ SECTIONS = (
             ),
             _counter("channel_written_bytes", "The same for writing."),
             _counter("takeovers", "How often another daemon took this mount over."),
+        ),
+    ),
+    Section(
+        "The local disk",
+        (
+            _gauge("disk_used_bytes", "Bytes of steps on this node's disk.", needs="disk"),
+            _gauge("disk_steps", "Whole steps there.", needs="disk"),
+            _gauge("disk_owed_steps", "Complete steps that are still to be copied there.", needs="disk"),
+            _gauge("disk_owed_bytes", "The bytes of these.", needs="disk"),
+            _gauge("disk_usable", "1 while the disk can be used, 0 while it is away or fails.", needs="disk"),
+            _gauge("disk_damaged_steps", "Steps there that were found to be damaged, and are not shown.", needs="disk"),
+            _counter("disk_written_bytes", "Bytes of files written there.", needs="disk"),
+            _counter("disk_read_bytes", "Bytes brought back from there.", needs="disk"),
         ),
     ),
     Section(

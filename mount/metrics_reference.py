@@ -61,7 +61,12 @@ A namespace whose policy sends nothing by itself (`persist.policy` demand or non
 its first step is there, and one with `replication.replicas = 1` none for copies.
 """
 
-_NEEDS = {"": "", "object": " Only with an object tier.", "cluster": " Only with a catalogue."}
+_NEEDS = {
+    "": "",
+    "object": " Only with an object tier.",
+    "cluster": " Only with a catalogue.",
+    "disk": " Only with a disk tier.",
+}
 
 
 def metrics_reference() -> str:

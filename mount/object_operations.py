@@ -86,7 +86,8 @@ class ObjectControl:
 
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         if self._tier is None:
-            raise SettingsError(f"{NO_OBJECT_TIER}; --level replica waits for copies on other nodes", key="object")
+            message = f"{NO_OBJECT_TIER}; --level replica waits for copies on other nodes, disk for the local disk"
+            raise SettingsError(message, key="object")
         work, path, level = self.work, path_of(arguments), arguments.get("level", "object")
         timeout_s = seconds_of(arguments)
         if level not in ("ram", "object"):

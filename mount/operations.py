@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tierfs
 from mount.cluster_operations import ClusterControl, ClusterWork
+from mount.disk_operations import DiskControl, DiskWork
 from mount.leaving import Leaving
 from mount.object_operations import ObjectControl, ObjectWork, Tell, path_of, seconds_of, telling
 from mount.runtime import Instance, MountRecord, read_process
@@ -64,12 +65,14 @@ class Operations:
         path_of: Callable[[int], str | None],
         objects: ObjectWork | None = None,
         cluster: ClusterWork | None = None,
+        disk: DiskWork | None = None,
         leaving: Leaving | None = None,
         pages: ShownPages | None = None,
         gateway: GatewayStatus | None = None,
     ) -> None:
         """`path_of` turns a node id into a path below the mount's root, where it has one; `objects` is there when
-        there is an object tier, `cluster` when there may be other nodes. `pages` are what it shows by HTTP."""
+        there is an object tier, `cluster` when there may be other nodes, `disk` when there is a local-disk tier.
+        `pages` are what it shows by HTTP."""
         self._instance = instance
         self._record = record
         self._registry = registry
@@ -81,6 +84,7 @@ class Operations:
         self._gateway = gateway
         self._objects = ObjectControl(objects, self._leaving)
         self._cluster = ClusterControl(cluster, self._as_node)
+        self._disk = DiskControl(disk)
         self._started = time.monotonic()
 
     def table(self) -> dict[str, Operation]:
@@ -139,6 +143,7 @@ class Operations:
                 "noswap": grant.noswap if grant is not None else False,
             },
             "object": objects,
+            "disk": self._disk.status(),
             "cluster": self._cluster.status(),
             "pages": self._pages.urls() if self._pages is not None else [],
             "gateway": self._gateway.describe() if self._gateway is not None else None,
@@ -162,7 +167,7 @@ class Operations:
             {"severity": each.severity, "message": each.message, "path": each.path}
             for each in self._registry.tier.problems()
         ]
-        found += _object_problems(objects) + self._cluster.problems()
+        found += _object_problems(objects) + self._cluster.problems() + self._disk.problems()
         found += self._pages.problems() if self._pages is not None else []
         if read_process(self._instance.keeper_pid) is None:
             found.append(
@@ -207,11 +212,11 @@ class Operations:
         record = self._registry.at(where) if where is not None else None
         is_step = record is not None and where is not None and where.inner == ""
         size = info.st_size
-        level, in_object = "", None
+        level, in_object, on_disk = "", None, None
         if is_step and record is not None:
             size = step_bytes(record)
             described = describe_tiers(self._registry, record)
-            level, in_object = described["level"], described["object"]
+            level, in_object, on_disk = described["level"], described["object"], described["disk"]
         elif stat.S_ISDIR(info.st_mode):
             size = 0
         elif stat.S_ISREG(info.st_mode):
@@ -219,6 +224,8 @@ class Operations:
             if self._registry.object_tier.is_stub(info.st_ino):
                 on_nodes = self._registry.cluster.shares and not (record is not None and record.is_persisted)
                 level = "replica" if on_nodes else "object"
+                if record is not None and self._registry.object_tier.on_disk(record):
+                    level = "disk"
         return {
             "name": path.name,
             "type": _KINDS.get(stat.S_IFMT(info.st_mode), "other"),
@@ -228,6 +235,7 @@ class Operations:
             **_part_and_archive(self._registry, record if is_step else None),
             "level": level,
             "object": in_object,
+            "disk": on_disk,
             "mtime": info.st_mtime,
         }
 
@@ -278,18 +286,22 @@ class Operations:
     async def verify(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         """What the tiers asked for hold of the path. `all` adds them up, and says of each bad file where it is bad."""
         path, tier = _text(arguments, "path"), arguments.get("tier", "ram")
-        if tier not in ("ram", "replica", "object", "all"):
-            raise PathRefused(f"{tier!r} is no tier; there are ram, replica, object and all")
+        if tier not in ("ram", "disk", "replica", "object", "all"):
+            raise PathRefused(f"{tier!r} is no tier; there are ram, disk, replica, object and all")
         # Refuses now rather than after the RAM tier was read.
         if tier == "replica":
             _ = self._cluster.work
-        elif tier == "object" or (tier == "all" and self._cluster.is_alone):
+        elif tier == "disk":
+            _ = self._disk.work
+        elif tier == "object" or (tier == "all" and self._cluster.is_alone and not self._disk.is_there):
             _ = self._objects.work
 
         async def verified(tell: Tell) -> dict[str, Any]:
             sums: dict[str, Any] = {"files": 0, "bytes": 0, "bad": [], "unsealed": 0, "stubs": 0, "not_persisted": 0}
             if tier in ("ram", "all"):
                 _add_up(sums, "ram", await self._steps.verify(path, tell))
+            if tier == "disk" or (tier == "all" and self._disk.is_there):
+                _add_up(sums, "disk", await self._disk.verify(path, tell))
             if tier == "replica" or (tier == "all" and not self._cluster.is_alone):
                 _add_up(sums, "replica", await self._cluster.verify(path, tell))
             if tier == "object" or (tier == "all" and self._objects.is_there):
@@ -305,17 +317,21 @@ class Operations:
         return await telling(progress, verified)
 
     async def wait(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        """For the level `replica` other nodes are needed, for `object` an object tier."""
+        """For the level `replica` other nodes are needed, for `disk` a disk tier, for `object` an object tier."""
         level = arguments.get("level")
         if level == "replica":
             return await self._cluster.wait(arguments, progress)
+        if level == "disk":
+            return await self._disk.wait(arguments, progress)
         if level == "ram" and not self._objects.is_there:
             path, timeout_s = path_of(arguments), seconds_of(arguments)
             return await telling(progress, lambda tell: self._steps.wait(path, tell, timeout_s=timeout_s))
         return await self._objects.wait(arguments, progress)
 
     async def prefetch(self, arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        """From the object tier or from other nodes: one of them has to be there."""
+        """From the disk, the object tier or other nodes: one of them has to be there."""
+        if self._disk.is_there and not self._objects.is_there and self._cluster.is_alone:
+            return await self._disk.prefetch(arguments, progress)
         if self._objects.is_there or self._cluster.is_alone:
             return await self._objects.prefetch(arguments, progress)
         return await self._cluster.prefetch(arguments, progress)

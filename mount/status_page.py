@@ -35,7 +35,7 @@ _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode(
 #: For the answer's head: only this very style.
 CONTENT_SECURITY_POLICY = f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'"
 
-_LEVEL_CLASSES = {"object": "good", "replica": "good"}
+_LEVEL_CLASSES = {"object": "good", "replica": "good", "disk": "good"}
 
 
 def render_page(status: Mapping[str, Any], nodes: Mapping[str, Any], now: float) -> str:
@@ -68,6 +68,12 @@ def _head(status: Mapping[str, Any], now: float) -> list[str]:
         owed = f"{format_size(found['bytes_owed'])} owed" if found["steps_owed"] else "nothing owed"
         state = _mark("reachable", "good") if found["reachable"] else _mark("can't be reached", "bad")
         facts.append(f"object tier {_text(found['url'])}: {state}, {owed}")
+    disk = status.get("disk")
+    if disk:
+        owed = f"{format_size(disk['bytes_owed'])} owed" if disk["steps_owed"] else "nothing owed"
+        is_well = disk["state"] == "ok" and not disk["problem"]
+        state = _mark("in use", "good") if is_well else _mark(disk["problem"] or disk["state"], "bad")
+        facts.append(f"disk tier {_text(disk['path'])}: {state}, {disk['steps']} steps, {owed}")
     cluster = status.get("cluster")
     if cluster:
         state = _mark("connected", "good") if cluster["connected"] else _mark("catalogue away", "bad")

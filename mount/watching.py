@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mount.metrics import Metrics
     from mount.operations import Operations
     from tierfs.cluster.tier import ClusterTier
+    from tierfs.disk.tier import DiskTier
     from tierfs.hydrate.hydration import Hydration
     from tierfs.objects.pool import WorkerPool
     from tierfs.persist.tier import ObjectSteps
@@ -73,6 +74,7 @@ class Watching:
         workers: WorkerPool | None,
         objects: ObjectSteps | None,
         cluster: ClusterTier | None,
+        disk: DiskTier | None = None,
     ) -> None:
         """`operations` are those of the control socket: the pages show what they answer."""
         if cluster is not None:
@@ -103,6 +105,7 @@ class Watching:
                 workers=workers,
                 objects=objects,
                 cluster=cluster,
+                disk=disk,
             )
         )
         self.telling.on_event = self._metrics.seen

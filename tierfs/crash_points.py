@@ -59,7 +59,15 @@ STUB_POINTS = (
     "populate:saved",  # the stubs of a step are there and noted, whoever looked got no answer yet
 )
 
-_KNOWN = (*POINTS, *OBJECT_POINTS, *ARCHIVE_POINTS, *PART_POINTS, *STUB_POINTS)
+#: On the way to the local disk.
+DISK_POINTS = (
+    "disk:begun",  # a directory for what comes is there, empty
+    "disk:copied",  # all files are on the disk, no manifest says so
+    "disk:committed",  # the step has its place there, this daemon does not know yet
+    "disk:recorded",  # it knows, the copy that was there before still takes room
+)
+
+_KNOWN = (*POINTS, *OBJECT_POINTS, *ARCHIVE_POINTS, *PART_POINTS, *STUB_POINTS, *DISK_POINTS)
 
 
 class CrashPoints:

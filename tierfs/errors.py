@@ -23,6 +23,7 @@ TierfsError                     anything below; carries an errno for the kernel 
 │   ├── ObjectStoreMissing      the bucket or directory is not there
 │   ├── ObjectStoreFull         no space left in the store (a `file://` tier)
 │   └── ObjectCorrupt           bytes or checksums differ from what was sent or recorded
+├── DiskError                   the local disk refused or failed, or what lies there is damaged
 ├── CatalogError                the catalogue refused or failed
 │   ├── CatalogUnavailable      no answer in time, no leader: may pass; what was asked may have been done all the same
 │   ├── CatalogDenied           authentication failed, or a permission is missing
@@ -181,6 +182,16 @@ class ObjectCorrupt(ObjectError):
     """Tried again a few times only: a flipped bit on the way passes, a damaged object stays."""
 
     may_pass = True
+
+
+class DiskError(TierfsError):
+    """`is_full`: there is no room for it, and nothing there may go."""
+
+    may_pass = True
+
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class CatalogError(TierfsError):

@@ -16,11 +16,12 @@ from typing import Any
 
 from tierfs.settings_archive import ArchiveSettings
 from tierfs.settings_cluster import ClusterSettings, EtcdSettings, PeerSettings, ReplicationSettings
+from tierfs.settings_disk import DiskSettings
 from tierfs.settings_fields import MIB, setting
 from tierfs.settings_watch import EventsSettings, MetricsSettings
 
 OFF = "off"  # as the value of a table's entry: takes the entry out
-NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist", "archive", "replication")
+NAMESPACE_SECTIONS = ("steps", "retention", "durability", "persist", "archive", "replication", "disk")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class StepSettings:
 
 @dataclass
 class RetentionSettings:
-    """`[retention]`: what stays in the RAM tier, and in the object tier."""
+    """`[retention]`: what stays in the RAM tier, on the local disk, and in the object tier."""
 
     ram_steps: int = setting(
         2,
@@ -138,6 +139,11 @@ class RetentionSettings:
     )
     ram_max_steps: int = setting(
         0, "Never keep more complete steps of a namespace than this in RAM; 0 is no limit.", kind="int"
+    )
+    disk_steps: int = setting(
+        0,
+        "How many of a namespace's newest steps stay on the local disk; older ones go. 0 keeps as many as fit.",
+        kind="int",
     )
     object_steps: int = setting(
         0,
@@ -222,7 +228,9 @@ class PersistSettings:
         kind="table",
     )
     flush_on_umount: bool = setting(
-        True, "The daemon sends what is owed before it leaves, when unmounted or asked to stop.", kind="bool"
+        True,
+        "The daemon sends what is owed, to the local disk too, before it leaves, when unmounted or asked to stop.",
+        kind="bool",
     )
     flush_timeout_s: float = setting(600.0, "How long it takes for that at most.", kind="duration")
 
@@ -357,6 +365,7 @@ class Settings:
     steps: StepSettings = field(default_factory=StepSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     durability: DurabilitySettings = field(default_factory=DurabilitySettings)
+    disk: DiskSettings = field(default_factory=DiskSettings)
     persist: PersistSettings = field(default_factory=PersistSettings)
     archive: ArchiveSettings = field(default_factory=ArchiveSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
@@ -405,6 +414,7 @@ class NamespaceSettings:
     persist: PersistSettings
     archive: ArchiveSettings
     replication: ReplicationSettings
+    disk: DiskSettings = field(default_factory=DiskSettings)
 
 
 def setting_keys(section: str | None = None) -> tuple[SettingKey, ...]:

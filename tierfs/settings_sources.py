@@ -23,6 +23,7 @@ from tierfs.settings import (
     setting_keys,
 )
 from tierfs.settings_archive import check_archive
+from tierfs.settings_disk import OF_THE_INSTANCE
 from tierfs.settings_turns import check_turns
 from tierfs.settings_values import INSTANCE_NAME, memory_size, parse_value, toml
 from tierfs.units import format_size_exactly, parse_share
@@ -257,6 +258,10 @@ def _apply(settings: Settings, dotted: str, value: Any, source: str, memory_byte
     key = _KEYS.get(path)
     if key is None or (glob is not None and key.section not in NAMESPACE_SECTIONS):
         raise _unknown(dotted, source)
+    if glob is not None and path in OF_THE_INSTANCE:
+        raise SettingsError(
+            f"{dotted}: {path} is of the whole instance, and can't differ by namespace ({_from(source)})", key=dotted
+        )
     try:
         parsed = parse_value(key, value, memory_bytes)
     except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 _MOST_SENDING = 8
 _MOST_NAMESPACES = 5
-_LEVEL_STYLES = {"object": "green", "replica": "green", "ram": ""}
+_LEVEL_STYLES = {"object": "green", "replica": "green", "disk": "green", "ram": ""}
 
 
 def level_cell(step: Mapping[str, Any]) -> Any:
@@ -20,7 +20,18 @@ def level_cell(step: Mapping[str, Any]) -> Any:
         if replica["state"] == "lost":
             return Cell("lost: a file has no copy left", "red")
         return Cell(f"{level}, {replica['copies']} of {replica['wanted']} copies", "yellow")
+    disk = step.get("disk")
+    if disk is not None and (found is None or found["state"] in ("none", "persisted")):
+        on_its_way = {
+            "copying": f"{level}, {_share(disk['bytes_done'], disk['bytes'])} on the disk",
+            "owed": f"{level}, disk owed",
+            "waiting": f"{level}, disk waiting",
+        }
+        if disk["state"] in on_its_way:
+            return Cell(on_its_way[disk["state"]], "yellow")
     if found is None:
+        if disk is not None:
+            return Cell(level, _LEVEL_STYLES.get(level, ""))
         if replica is not None:
             return Cell(level, _LEVEL_STYLES.get(level, ""))
         # Steps of a mount without an object tier have `object` null; files have no state of their own.
@@ -116,6 +127,25 @@ def gateway_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
         received, sent = format_size(found["received_bytes"]), format_size(found["sent_bytes"])
         told = f", {found['requests']} requests{failed}, {received} received, {sent} sent"
     return [("gateway", f"{at}{told}{', namespaces: ' + shown if shown else ''}")]
+
+
+def disk_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The line of the local disk, where there is a tier of it."""
+    from mount.cli.tables import Cell
+    from tierfs.units import format_size
+
+    found = status.get("disk")
+    if not found:
+        return []
+    if found["state"] != "ok":
+        return [("disk tier", Cell(f"{found['path']}: {found['problem'] or 'being read'}", "red"))]
+    size = f" of {format_size(found['size_bytes'])}" if found["size_bytes"] else ""
+    steps = f"{found['steps']} step{'s' * (found['steps'] != 1)}"
+    owed = f", {found['steps_owed']} to be copied ({format_size(found['bytes_owed'])})" if found["steps_owed"] else ""
+    traffic = f", {format_size(found['bytes_written'])} written, {format_size(found['bytes_read'])} read"
+    trouble = f"; {found['problem']}" if found["problem"] else ""
+    text = f"{found['path']}, {steps}, {format_size(found['used_bytes'])}{size}{owed}{traffic}{trouble}"
+    return [("disk tier", Cell(text, "red" if trouble else "yellow" if owed else ""))]
 
 
 def object_facts(status: Mapping[str, Any]) -> list[tuple[str, Any]]:

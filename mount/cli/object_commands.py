@@ -30,17 +30,20 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     wait = subparsers.add_parser(
         "wait",
         help="wait until a step is durable",
-        description="Waits until a step has reached a level: `ram` is complete in RAM, `replica` is held by other\n"
-        "nodes too, `object` is committed in the object tier.",
+        description="Waits until a step has reached a level: `ram` is complete in RAM, `disk` lies on this node's\n"
+        "disk, `replica` is held by other nodes too, `object` is committed in the object tier.",
         epilog="examples:\n"
         "  tierfs wait /ckpt/run1/step_500 --level object\n"
         "  tierfs wait /ckpt/run1/step_500 --timeout 300 || echo 'not durable yet'\n\n"
-        "exit codes: 0 reached, 1 not in time, or it never will be, 2 there is no object tier, or no other node,\n"
-        "4 not mounted",
+        "exit codes: 0 reached, 1 not in time, or it never will be, 2 there is no object tier, disk tier, or other\n"
+        "node, 4 not mounted",
     )
     wait.add_argument("path", metavar="PATH", help="step's directory in the mount")
     wait.add_argument(
-        "--level", choices=("ram", "replica", "object"), default="object", help="what to wait for (default object)"
+        "--level",
+        choices=("ram", "disk", "replica", "object"),
+        default="object",
+        help="what to wait for (default object)",
     )
     wait.add_argument("--timeout", type=seconds, metavar="S", help="give up after S seconds, or 5min (default: never)")
     add_json(wait)
@@ -48,14 +51,14 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
 
     prefetch = subparsers.add_parser(
         "prefetch",
-        help="bring steps of the object tier or of other nodes into RAM",
-        description="Fetches what of the paths is in the object tier or on other nodes only, so that a load finds all\n"
-        "of it in this node's RAM. Refused before anything is fetched where the RAM tier can't hold it.",
+        help="bring steps of the disk, the object tier or other nodes into RAM",
+        description="Fetches what of the paths is on the disk, in the object tier or on other nodes only, so that a\n"
+        "load finds all of it in this node's RAM. Refused before anything is fetched where the RAM tier can't hold it.",
         epilog="examples:\n  tierfs prefetch /ckpt/run1/latest\n"
         "  tierfs prefetch /ckpt/run1/step_500 /ckpt/run2/step_80\n"
         "  tierfs prefetch /ckpt/run1/latest --files '__[0-7]_*' --files .metadata    what ranks 0 to 7 load\n\n"
-        "exit codes: 0 all of it is in RAM, 1 it is not there or can't be had, 2 there is no object tier, and no\n"
-        "other node, 4 not mounted",
+        "exit codes: 0 all of it is in RAM, 1 it is not there or can't be had, 2 there is no object tier, no disk\n"
+        "tier and no other node, 4 not mounted",
     )
     prefetch.add_argument(
         "--files",

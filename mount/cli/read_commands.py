@@ -10,6 +10,7 @@ from typing import Any
 
 from mount.cli.durability import (
     cluster_facts,
+    disk_facts,
     gateway_facts,
     in_ram,
     leaving_fact,
@@ -161,6 +162,7 @@ def render_status(status: dict[str, Any], screen: Any) -> str:
             ("ram", f"{used} of {size} used, {format_size(ram['free_bytes'])} free{pages}{swap}"),
             ("ballast", _ballast(ram)),
             *cluster_facts(status),
+            *disk_facts(status),
             *object_facts(status),
             *gateway_facts(status),
             ("pages", ", ".join(status.get("pages", []))),
@@ -241,7 +243,10 @@ def render_listing(answer: dict[str, Any], screen: Any) -> str:
     if not answer["entries"]:
         return "empty\n"
     # A mount without an object tier and other nodes has but one level, which is no news.
-    tiered = any(entry.get("object") or entry.get("level") in ("object", "replica") for entry in answer["entries"])
+    tiered = any(
+        entry.get("object") or entry.get("disk") or entry.get("level") in ("object", "replica", "disk")
+        for entry in answer["entries"]
+    )
     rows = []
     for entry in answer["entries"]:
         is_directory = entry["type"] in ("dir", "directory")
@@ -292,7 +297,7 @@ def render_stat(answer: dict[str, Any], screen: Any) -> str:
         files = f"{step['files']} file{'s' * (step['files'] != 1)}"
         summary = f"{step['state']}, {files}, {format_size(step['bytes'])}{pinned}{overwriting}"
         facts.append(("step", f"{step['step']}: {summary}"))
-        if step.get("object"):
+        if step.get("object") or step.get("disk"):
             facts.append(("level", level_cell(step)))
             if step.get("archive"):
                 facts.append(("archive", _archived(step["archive"])))

@@ -73,6 +73,7 @@ SECTION_TITLES = {
     "steps": "Steps",
     "retention": "Retention",
     "durability": "Durability",
+    "disk": "The local-disk tier",
     "persist": "Which steps go to the object tier",
     "transfer": "Transfers to and from the object tier",
     "s3": "S3",

@@ -70,16 +70,19 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
         "verify",
         help="read sealed files again and compare checksums",
         description="Reads every sealed file of a step, or below a directory, and compares it with what was sealed:\n"
-        "the copy in this node's RAM, those on other nodes, the one in the object tier (all its bytes are fetched),\n"
-        "or all of them.",
+        "the copy in this node's RAM, the one on its disk, those on other nodes, the one in the object tier (all its\n"
+        "bytes are fetched), or all of them.",
         epilog="examples:\n  tierfs verify /ckpt/run1/step_500\n  tierfs verify /ckpt\n"
         "  tierfs verify --tier object /ckpt/run1/latest\n\n"
         "exit codes: 0 all files are as they were sealed, 1 some are not or there was nothing to verify, 2 there is\n"
-        "no object tier, or no other node, 4 not mounted",
+        "no object tier, no disk tier, or no other node, 4 not mounted",
     )
     verify.add_argument("path", metavar="PATH", help="step, file or directory in the mount")
     verify.add_argument(
-        "--tier", choices=("ram", "replica", "object", "all"), default="ram", help="whose copy to read (default: ram)"
+        "--tier",
+        choices=("ram", "disk", "replica", "object", "all"),
+        default="ram",
+        help="whose copy to read (default: ram)",
     )
     add_json(verify)
     verify.set_defaults(run=run_verify)

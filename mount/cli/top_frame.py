@@ -79,6 +79,17 @@ class _Frame:
                      Cell(self._lag("object"), "dim")]
                 )
             )  # fmt: skip
+        disk = status.get("disk")
+        if disk:
+            is_well = disk["state"] == "ok" and not disk["problem"]
+            owed = f"{format_size(disk['bytes_owed'])} owed" if disk["steps_owed"] else "nothing owed"
+            lines.append(
+                self._cells(
+                    [Cell("disk", "") if is_well else Cell("disk fails", "red"),
+                     Cell(owed, "yellow" if disk["steps_owed"] else "green"),
+                     Cell(f"{disk['steps']} steps, {format_size(disk['used_bytes'])}"), Cell(self._lag("disk"), "dim")]
+                )
+            )  # fmt: skip
         cluster = status.get("cluster")
         if cluster:
             reach = Cell(f"{cluster['nodes']} nodes", "") if cluster["connected"] else Cell("catalogue away", "red")
@@ -291,6 +302,8 @@ def _order(step: Mapping[str, Any]) -> tuple[int, float]:
 def _has(step: Mapping[str, Any], level: str) -> bool:
     if level == "object":
         return bool(step["level"] == "object")
+    if level == "disk":
+        return bool((step.get("disk") or {}).get("state") == "stored")
     return step["level"] in ("replica", "object") or (step.get("replica") or {}).get("state") == "replicated"
 
 

@@ -60,7 +60,7 @@ class Tier(NoObjectTier):
         self.removed = persister.removed  # type: ignore[method-assign]
         self.moved = persister.moved  # type: ignore[method-assign]
 
-    def may_leave_ram(self, record: StepRecord) -> bool:
+    def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
         return not record.manifest.owed and not self._persister.parts.owes(record)
 
 

@@ -80,12 +80,14 @@ def evict(hydration: Hydration, record: StepRecord) -> bool:
 def _is_elsewhere(hydration: Hydration, record: StepRecord) -> bool:
     """Something else than this node's RAM holds the step as it is now."""
     if not hydration.registry.is_shared(record):
-        return record.is_persisted
+        return hydration.registry.is_elsewhere(record)
     return record.is_complete and hydration.registry.cluster.may_leave_ram(record)
 
 
 def _is_there(hydration: Hydration, record: StepRecord, inner: str, entry: FileEntry) -> bool:
-    """The object holds just these bytes, as far as it can be told at once."""
+    """The object, or the disk, holds just these bytes, as far as it can be told at once."""
+    if hydration.is_on_disk(record, inner, entry):
+        return True
     kept = hydration.kept_manifest(*record.key) if record.is_persisted and entry.checksum is not None else None
     if kept is None:
         return True  # the step's own manifest says that it is persisted as it is, or the cluster holds it

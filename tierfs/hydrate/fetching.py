@@ -15,6 +15,7 @@ from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
 from tierfs.checksum import CHUNK_BYTES, READ_BYTES
 from tierfs.errors import (
     ChecksumMismatch,
+    DiskError,
     ObjectCorrupt,
     ObjectError,
     ObjectMissing,
@@ -33,13 +34,14 @@ log = logging.getLogger("tierfs.hydrate")
 #: A chunk that comes wrong is asked for so often: bits flip on the way, and another holder may have them right, but a
 #: damaged object stays damaged.
 ATTEMPTS = 3
+_OF_TIERS = (ObjectError, PeerError, DiskError)
 NOT_SERVED = "what is not in RAM is not served (any more)"
 
 
 @dataclass
 class FetchCounts:
-    """Since the daemon began; by the tier that bytes came from, `object` or `replica`, failures by the error's name
-    too. `files` became whole."""
+    """Since the daemon began; by the tier that bytes came from, `disk`, `object` or `replica`, failures by the error's
+    name too. `files` became whole."""
 
     files: int = 0
     bytes: Counter[str] = field(default_factory=Counter)
@@ -60,6 +62,8 @@ class Fetcher:
         self.counts = FetchCounts()
         #: A fetch ended, well or not, and nobody was told yet.
         self.settled: Callable[[PartialFile], None] = lambda part: None
+        #: The tier that the bytes of a stub are expected to come from.
+        self.tier_of: Callable[[StubMark], str] = _tier
 
     def start(self, part: PartialFile, chunk: int, *, urgent: bool) -> Fetch:
         """The chunk is being brought; see `Fetch`. It must not be good already."""
@@ -123,10 +127,10 @@ class Fetcher:
                 )
             except ObjectMissing as error:
                 raise self._failed(part, chunk, ObjectError(f"the object is gone ({error.message})")) from None
-            except (ObjectError, PeerError) as error:
+            except _OF_TIERS as error:
                 raise self._failed(part, chunk, error) from None
             if found == expected:
-                self.counts.bytes[_tier(part.mark)] += part.length(chunk)
+                self.counts.bytes[self.tier_of(part.mark)] += part.length(chunk)
                 self._came(part, chunk)
                 return
             self._source.came_wrong(part.mark, chunk * CHUNK_BYTES)
@@ -166,13 +170,14 @@ class Fetcher:
         """Say what can't be read, and why."""
         message = f"chunk {chunk} of {part.shown} can't be fetched: {error.message}"
         log.error("%s", message, extra=self._extra(part))
-        self.counts.failures[_tier(part.mark), type(error).__name__] += 1
+        tier = self.tier_of(part.mark) if part.mark is not None else _tier(None)
+        self.counts.failures[tier, type(error).__name__] += 1
         if part.mark is not None:
             rel = f"{part.mark.namespace}/{part.mark.step}"
             self._registry.problem("error", message, rel)
-            if isinstance(error, ObjectError | PeerError) and error.may_pass and not isinstance(error, ObjectCorrupt):
+            if isinstance(error, _OF_TIERS) and error.may_pass and not isinstance(error, ObjectCorrupt):
                 self._passing[rel] = message
-        return type(error)(message) if isinstance(error, ChecksumMismatch | ObjectError | PeerError) else error
+        return type(error)(message) if isinstance(error, (ChecksumMismatch, *_OF_TIERS)) else error
 
     def _extra(self, part: PartialFile) -> dict[str, str]:
         mark = part.mark

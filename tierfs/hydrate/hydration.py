@@ -74,6 +74,8 @@ class Hydration:
         self.version_of: Callable[[int], str | None] = lambda ino: None
         #: A whole file of that version, the inode, became a stub.
         self.on_version_left: Callable[[int, str], None] = lambda ino, version: None
+        #: This node's disk holds the file as it is.
+        self.is_on_disk: Callable[[StepRecord, str, FileEntry], bool] = lambda record, inner, entry: False
         self._source = source
         self._room = HydrationRoom(registry, self.table)
         self._fetcher = Fetcher(registry, source, self._room)
@@ -107,6 +109,15 @@ class Hydration:
         finally:
             self._fetcher.nursery = None
             self._serving = trio.Event()
+
+    @property
+    def tier_of(self) -> Callable[[StubMark], str]:
+        """Where the bytes of a stub are expected to come from, as log lines and figures say it."""
+        return self._fetcher.tier_of
+
+    @tier_of.setter
+    def tier_of(self, tier_of: Callable[[StubMark], str]) -> None:
+        self._fetcher.tier_of = tier_of
 
     # --- what there is
 

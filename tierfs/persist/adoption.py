@@ -1,4 +1,4 @@
-"""Steps of the object tier become steps of this node's tree: a directory and a record, with no file in it yet."""
+"""Steps of a slower tier become steps of this node's tree: a directory and a record, with no file in it yet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def persisted_as(manifest: ObjectManifest, etag: str) -> Persisted:
     )
 
 
-def adopt(registry: StepRegistry, manifest: ObjectManifest, etag: str) -> StepRecord | None:
+def adopt(registry: StepRegistry, manifest: ObjectManifest, etag: str | None) -> StepRecord | None:
     """Show the step in the tree; its files come when somebody looks into it. None where something has its name.
+
+    Without an ETag it is not in the object tier, as far as is known: the local disk has it.
 
     The manifest is saved first: a directory that no manifest tells of would be a step that somebody began to write.
     Raises OSError (ENOSPC) with nothing changed that matters.
@@ -40,7 +42,7 @@ def adopt(registry: StepRegistry, manifest: ObjectManifest, etag: str) -> StepRe
         completed_at=manifest.completed_at,
         bytes=manifest.size_bytes,
         marker=manifest.marker,
-        persisted=persisted_as(manifest, etag),
+        persisted=persisted_as(manifest, etag) if etag is not None else None,
         populated=False,
     )
     record = StepRecord(local, registry.root / manifest.namespace / manifest.step)

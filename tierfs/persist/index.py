@@ -283,6 +283,9 @@ class ObjectIndex:
         persisted = record.manifest.persisted
         if persisted is not None and persisted.etag == etag:
             return False
+        local = record.manifest
+        if self.registry.object_tier.on_disk(record) and (local.generation, local.completed_at or 0.0) > manifest.age:
+            return False  # it came back from this node's disk, which has the newer save
         if not record.manifest.populated:
             describe_anew(self.registry, record, manifest, etag)
             return True
@@ -349,7 +352,8 @@ class ObjectIndex:
         manifest = record.manifest
         if manifest.persisted is None or manifest.overwrite is not None or manifest.owed:
             return False
-        if self._has_stubs(record) and not self.registry.is_shared(record):
+        is_here = self.registry.is_shared(record) or self.registry.object_tier.on_disk(record)
+        if self._has_stubs(record) and not is_here:
             if self.registry.handles_in(record):
                 return False
             self.registry.lines.write(

@@ -71,7 +71,7 @@ class Surplus:
         if self.registry.is_shared(record):  # other nodes may have what is not here
             is_gone = not cluster.is_readable(record) and cluster.retire(record)
         else:
-            is_gone = self._has_stubs(record)
+            is_gone = self._has_stubs(record) and not self.registry.object_tier.on_disk(record)
         if is_gone:
             self.registry.remove(record)
         else:

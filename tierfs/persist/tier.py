@@ -86,7 +86,13 @@ class ObjectSteps:
     def is_stub(self, ino: int) -> bool:
         return self.hydration.is_stub(ino)
 
-    def may_leave_ram(self, record: StepRecord) -> bool:
+    def on_disk(self, record: StepRecord) -> bool:
+        return False
+
+    def is_readable(self, record: StepRecord) -> bool:
+        return True
+
+    def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
         return not record.manifest.owed and not self.persister.parts.owes(record)
 
     def ram_bytes(self, record: StepRecord) -> int:
@@ -103,6 +109,9 @@ class ObjectSteps:
 
     async def wait_persisted(self, record: StepRecord) -> None:
         await self.persister.wait_persisted(record)
+
+    async def wait_on_disk(self, record: StepRecord) -> None:
+        pass
 
     def describe(self, record: StepRecord) -> dict[str, Any]:
         progress = self.persister.progress(record)

@@ -53,7 +53,12 @@ def reached(
     """The step survives more than before. `seconds`: how long that took, since the first write of it for the level
     `ram`, since it was complete for others; None where nobody knows."""
     took = f" after {seconds:.1f} s" if seconds is not None else ""
-    where = {"ram": "complete in RAM", "replica": "on several nodes", "object": "in the object tier"}[level]
+    where = {
+        "ram": "complete in RAM",
+        "disk": "on this node's disk",
+        "replica": "on several nodes",
+        "object": "in the object tier",
+    }[level]
     facts = {
         "level": level, "generation": generation, "bytes": size_bytes, "files": files,
         "seconds": round(seconds, 3) if seconds is not None else None,

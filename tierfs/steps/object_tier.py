@@ -40,8 +40,16 @@ class ObjectTier(Protocol):
         """The file behind the inode has (some of) its bytes only in the object tier."""
         ...
 
-    def may_leave_ram(self, record: StepRecord) -> bool:
-        """Evicting the step would lose nothing that is owed to the object tier."""
+    def on_disk(self, record: StepRecord) -> bool:
+        """This node's disk holds the complete step as it is now."""
+        ...
+
+    def is_readable(self, record: StepRecord) -> bool:
+        """What RAM lacks of the step can be had, as far as the slower tiers of this node are asked for it."""
+        ...
+
+    def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
+        """Evicting the step would lose nothing that is owed to a slower tier. `in_need`: else a save would fail."""
         ...
 
     def ram_bytes(self, record: StepRecord) -> int:
@@ -49,7 +57,7 @@ class ObjectTier(Protocol):
         ...
 
     def evict(self, record: StepRecord) -> bool:
-        """Make stubs of the files of a persisted step. False where the step is not persisted, so that it can only be
+        """Make stubs of the files of a step that a slower tier holds. False where none does, so that it can only be
         removed."""
         ...
 
@@ -66,6 +74,10 @@ class ObjectTier(Protocol):
 
     async def wait_persisted(self, record: StepRecord) -> None:
         """Until the step, as it is now, is committed in the object tier, or was removed or written anew."""
+        ...
+
+    async def wait_on_disk(self, record: StepRecord) -> None:
+        """The same for this node's disk; returns too where it is not to be copied there."""
         ...
 
     def describe(self, record: StepRecord) -> dict[str, Any]:
@@ -94,7 +106,13 @@ class NoObjectTier:
     def is_stub(self, ino: int) -> bool:
         return False
 
-    def may_leave_ram(self, record: StepRecord) -> bool:
+    def on_disk(self, record: StepRecord) -> bool:
+        return False
+
+    def is_readable(self, record: StepRecord) -> bool:
+        return True
+
+    def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
         return True
 
     def ram_bytes(self, record: StepRecord) -> int:
@@ -110,6 +128,9 @@ class NoObjectTier:
         pass
 
     async def wait_persisted(self, record: StepRecord) -> None:
+        pass
+
+    async def wait_on_disk(self, record: StepRecord) -> None:
         pass
 
     def describe(self, record: StepRecord) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class StepOperations:
     async def evict(self, rel: str, *, force: bool) -> dict[str, Any]:
         """Drop the RAM copy of a complete step. Where it is the only copy, that has to be said twice."""
         record = self.step_at(rel)
-        if not force and not record.is_persisted:
+        if not force and not self.registry.is_elsewhere(record):
             raise TierfsError(
                 f"{record.rel} has no copy but the one in RAM, so evicting it would lose it; `tierfs flush` it first "
                 f"where there is an object tier, use --force to lose it, or `tierfs rm`"

@@ -111,12 +111,20 @@ class StepRegistry:
         """The catalogue of the cluster that this node is in has the step: other nodes may have parts of it."""
         return self.cluster.shares and record.manifest.joined > 0
 
+    def is_readable(self, record: StepRecord) -> bool:
+        """Every file of the complete step can be read now, from wherever it is."""
+        return self.cluster.is_readable(record) and self.object_tier.is_readable(record)
+
+    def is_elsewhere(self, record: StepRecord) -> bool:
+        """A slower tier of this node's own holds the step as it is now."""
+        return record.is_persisted or self.object_tier.on_disk(record)
+
     def newest_complete(self, namespace: str, *, other_than: str | None = None) -> StepRecord | None:
         """The complete step with the highest number of which every file can be read now, from wherever it is."""
         found = [
             record
             for record in self.of_namespace(namespace)
-            if record.is_complete and record.key[1] != other_than and self.cluster.is_readable(record)
+            if record.is_complete and record.key[1] != other_than and self.is_readable(record)
         ]
         return max(
             found, key=lambda record: (record.manifest.number, record.manifest.completed_at or 0.0), default=None
@@ -306,17 +314,32 @@ class StepRegistry:
             self._in_use.subtract(keys)
             self._in_use += Counter()  # drops those that are at 0
 
+    def is_used(self, record: StepRecord) -> bool:
+        """A command works on the step, or a program has a file of it open."""
+        return self._in_use[record.key] > 0 or self.handles_in(record) > 0
+
     def _evictable(self, wanted_bytes: int, sparing: StepRecord | None) -> list[tuple[StepFacts, StepRecord]]:
+        """In need also what a slower tier would rather have first."""
+        chosen = self._unused(wanted_bytes, sparing, in_need=False)
+        if sum(fact.bytes for fact, _ in chosen) >= wanted_bytes:
+            return chosen
+        return self._unused(wanted_bytes, sparing, in_need=True)
+
+    def _unused(
+        self, wanted_bytes: int, sparing: StepRecord | None, *, in_need: bool
+    ) -> list[tuple[StepFacts, StepRecord]]:
         busy: dict[Key, int] = {} if sparing is None else {sparing.key: 1}
         while True:
-            chosen = self._choose(wanted_bytes, busy)
+            chosen = self._choose(wanted_bytes, busy, in_need=in_need)
             # Counting handles takes time by the number of files, so it is done for those that would go.
             handles = {record.key: self._in_use[record.key] + self.handles_in(record) for _, record in chosen}
             if not any(handles.values()):
                 return chosen
             busy |= {key: count for key, count in handles.items() if count}
 
-    def _choose(self, wanted_bytes: int, handles: Mapping[Key, int]) -> list[tuple[StepFacts, StepRecord]]:
+    def _choose(
+        self, wanted_bytes: int, handles: Mapping[Key, int], *, in_need: bool
+    ) -> list[tuple[StepFacts, StepRecord]]:
         facts = {
             StepFacts(
                 namespace=record.manifest.namespace,
@@ -326,12 +349,12 @@ class StepRegistry:
                 bytes=self.ram_bytes(record),
                 pinned=record.manifest.pinned,
                 open_handles=handles.get(record.key, 0),
-                only_copy_owed=not self.object_tier.may_leave_ram(record),
+                only_copy_owed=not self.object_tier.may_leave_ram(record, in_need=in_need),
                 state="complete",
             ): record
             for record in self.records.values()
-            # What the object tier has and RAM does not has left already.
-            if record.is_complete and not (record.is_persisted and self.ram_bytes(record) == 0)
+            # What a slower tier has and RAM does not has left already.
+            if record.is_complete and not (self.is_elsewhere(record) and self.ram_bytes(record) == 0)
         }
         chosen = choose_evictions(list(facts), self._retention_of, wanted_bytes)
         return [(fact, facts[fact]) for fact in chosen]

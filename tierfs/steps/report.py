@@ -50,19 +50,22 @@ def describe_step(
 
 
 def describe_tiers(registry: StepRegistry, record: StepRecord) -> dict[str, Any]:
-    """Where the step's bytes are; `level` is how durable it is: ram, replica or object."""
-    described = {**registry.object_tier.describe(record), **registry.cluster.describe(record)}
-    if described["level"] == "ram" and (described.get("replica") or {}).get("state") == "replicated":
+    """Where the step's bytes are; `level` is how durable it is: ram, disk, replica or object."""
+    described = {"disk": None, **registry.object_tier.describe(record), **registry.cluster.describe(record)}
+    if described["level"] in ("ram", "disk") and (described.get("replica") or {}).get("state") == "replicated":
         described["level"] = "replica"
     return described
 
 
 def step_tier(described: Mapping[str, Any]) -> str:
-    """Where a step's bytes are: `ram`; `object`, or `replica` on other nodes, where they have to be fetched from
-    there; `ram+object` and `ram+replica` where some have to."""
+    """Where a step's bytes are: `ram`; `disk`, `object`, or `replica` on other nodes, where they have to be fetched
+    from there; `ram+disk` and so on where some have to."""
     if not described.get("stubs"):
         return "ram"
-    elsewhere = "replica" if described.get("replica") is not None and described["level"] != "object" else "object"
+    if (described.get("disk") or {}).get("state") == "stored":
+        elsewhere = "disk"
+    else:
+        elsewhere = "replica" if described.get("replica") is not None and described["level"] != "object" else "object"
     return f"ram+{elsewhere}" if described.get("ram_bytes") else elsewhere
 
 

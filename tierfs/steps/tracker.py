@@ -389,6 +389,10 @@ class Steps:
         values = {"user.tierfs.tier": b"object" if self.registry.object_tier.is_stub(st.st_ino) else b"ram"}
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
+        values = {"user.tierfs.tier": b"ram"}
+        if self.registry.object_tier.is_stub(st.st_ino):
+            is_on_disk = record is not None and self.registry.object_tier.on_disk(record)
+            values["user.tierfs.tier"] = b"disk" if is_on_disk else b"object"
         if where is None and stat.S_ISDIR(st.st_mode) and (most := wishes.max_steps_of(self.registry.root / rel)):
             values[f"user.tierfs.{wishes.MAX_STEPS}"] = str(most).encode()
         if where is None or record is None:
