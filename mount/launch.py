@@ -38,7 +38,7 @@ from mount.runtime import (
     write_record,
 )
 from mount.still_sending import end_sending, has_object_tier, is_unmounted
-from tierfs.errors import MountError, TierfsError
+from tierfs.errors import InstanceError, MountError, TierfsError
 from tierfs.ram.memory import total_memory_bytes
 from tierfs.settings import Settings
 from tierfs.settings_sources import load_settings, settings_from_json, settings_to_json, split_mount_options
@@ -158,6 +158,17 @@ def prepare_mount(
     write_atomically(instance.settings, settings_to_json(settings))
     write_record(instance, record)
     return Prepared(instance, settings, record, adopts=False, replaces=False, notes=tuple(notes))
+
+
+def prepare_upgrade(instance: Instance) -> Prepared:
+    """Of a mounted instance, whose keeper and daemon are to be replaced by this version's with the settings they have.
+    InstanceError where it is not mounted."""
+    record = read_record(instance)
+    if record is None or not is_running(instance):
+        raise InstanceError(f"the instance {instance.name!r} is not mounted: there is nothing to replace")
+    text = instance.settings.read_text()
+    write_atomically(instance.next_settings, text)
+    return Prepared(instance, settings_from_json(text), record, adopts=False, replaces=True, notes=())
 
 
 def _check_object_tier(settings: Settings) -> None:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 COMMAND_MODULES = (
     "mount.cli.mount_commands",
+    "mount.cli.upgrade_command",
     "mount.cli.read_commands",
     "mount.cli.top_command",
     "mount.cli.step_commands",
