@@ -51,7 +51,7 @@ export PYTHONPATH=$log/path
 PYTHONDONTWRITEBYTECODE='' "$venv/bin/python" -m compileall -q tierfs mount dcp_compat tests
 
 if [ -n "${is_bench:-}" ]; then
-    export PYTHONPATH=$log/path:$PWD/tests
+    export PYTHONPATH=$log/path:$PWD/tests:$PWD
     scripts/rdma-vm.sh -m 2048 -t "${VM_SECONDS:-900}" -- "$venv/bin/python" bench/transport_verbs.py
     exit
 fi

@@ -51,7 +51,10 @@ PATIENT = {
     "etcd_timeout_s": "15",
     "peer_stall_s": "10",
     "transfer_read_retry_for_s": "60",
+    "namespaces_alone.replication.replicas": "1",
 }
+#: Its steps are not copied.
+ALONE = "alone"
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +72,15 @@ def run(nodes: Cluster, request: pytest.FixtureRequest) -> str:
         if not node.is_started:
             node.start(node_id=f"{node.node_id}-new")
     nodes.wait_members(within_s=WITHIN_S)
-    wait_until(lambda: all(transport(node)["devices"] for node in nodes), "both nodes have the device", WITHIN_S)
+    wait_devices(nodes)
     name = f"run-{abs(hash(request.node.name)) % 10**6}"
     (nodes[0].mountpoint / name).mkdir()
     return name
+
+
+def wait_devices(nodes: Cluster) -> None:
+    """What is asked for before comes by TCP."""
+    wait_until(lambda: all(transport(node)["devices"] for node in nodes), "both nodes have the device", WITHIN_S)
 
 
 def transport(node: Node) -> dict[str, Any]:
@@ -116,14 +124,25 @@ def test_copies_come_by_rdma_and_a_lost_node_costs_nothing(nodes: Cluster, run: 
     told = read_from(second, first)
     assert told["transport"] == "verbs" and told["bytes"] >= SIZES[0] and told["fallbacks"] == {}, told
     assert transport(first)["given"] >= 1
+    write_step(first.mountpoint / run / "step_2", 2, SIZES)
+    wait_replicated(nodes.nodes, f"{run}/step_2", within_s=WITHIN_S)
     lose(first)
     check_step(second.mountpoint / run / "step_1", 1, SIZES)
-    assert latest(second, run) == "step_1"
+    assert latest(second, run) == "step_2"
     first.start(node_id="n1-other")
     nodes.wait_members(within_s=WITHIN_S)
+    wait_devices(nodes)
     check_step(first.mountpoint / run / "step_1", 1, SIZES)
-    told = read_from(first, second)
-    assert told["transport"] == "verbs" and told["bytes"] >= SIZES[0] and told["fallbacks"] == {}, told
+    check_step(first.mountpoint / run / "step_2", 2, SIZES)
+    # One pull tried it, and what was asked for meanwhile came by TCP. What nobody copies comes when it is read.
+    wait_until(lambda: read_from(first, second).get("transport") == "verbs", "a pull came by RDMA", WITHIN_S)
+    before = bytes_read(first, second)
+    (second.mountpoint / ALONE).mkdir()
+    write_step(second.mountpoint / ALONE / "step_1", 3, SIZES)
+    soon((first.mountpoint / ALONE / "step_1" / MARKER).exists, "the other node sees it", within_s=WITHIN_S)
+    check_step(first.mountpoint / ALONE / "step_1", 3, SIZES)
+    assert bytes_read(first, second) - before >= SIZES[0]
+    assert read_from(first, second)["fallbacks"] == {}, transport(first)
 
 
 def test_tools_work_on_a_mount_whose_daemon_was_killed(nodes: Cluster, run: str) -> None:
