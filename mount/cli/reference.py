@@ -75,6 +75,7 @@ SECTION_TITLES = {
     "durability": "Durability",
     "disk": "The local-disk tier",
     "persist": "Which steps go to the object tier",
+    "archive": "Which of those are archived, and where",
     "transfer": "Transfers to and from the object tier",
     "s3": "S3",
     "cluster": "Several nodes",
