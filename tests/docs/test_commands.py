@@ -86,6 +86,7 @@ def test_every_command_that_is_not_run_is_still_written_there() -> None:
     assert {command for command in NOT_RUN if command not in written} == set()
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_every_command_of_the_readme_does_what_it_says(network: Network, seaweedfs_server: S3Server) -> None:
     if "my-bucket" not in {entry["Name"] for entry in seaweedfs_server.client().list_buckets()["Buckets"]}:

@@ -52,6 +52,13 @@ def blocks(page: Path, name: str) -> list[Block]:
     return list(_blocks(page.read_text().splitlines(), name))
 
 
+def below(page: Path, heading: str) -> list[Block]:
+    """The blocks of one section, of which there is one at least."""
+    found = [block for block in blocks(page, page.name) if block.heading == heading]
+    assert found, f"{page.name} has no commands below {heading!r}"
+    return found
+
+
 def _blocks(lines: list[str], name: str) -> Iterator[Block]:
     heading, held = "", None
     at = 0
