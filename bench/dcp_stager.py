@@ -36,13 +36,21 @@ SHM = Path("/dev/shm")
 Writer = Callable[[Path], dcp.FileSystemWriter]
 
 
-def stall_and_total(state: dict[str, torch.Tensor], writer: dcp.FileSystemWriter) -> tuple[float, float]:
-    """Seconds until `async_save` returns, and until the step is complete."""
+def stall_total_memory(state: dict[str, torch.Tensor], writer: dcp.FileSystemWriter) -> tuple[float, float, float]:
+    """Seconds until `async_save` returns, and until the step is complete; MiB of its own that the trainer has more
+    when it returns than before (the pages of the checkpoint's file are the RAM tier's)."""
+    before = own_memory_mib()
     begin = time.perf_counter()
     future = dcp.async_save(state, storage_writer=writer, no_dist=True)
     stalled = time.perf_counter()
+    grown = own_memory_mib() - before
     future.result()
-    return stalled - begin, time.perf_counter() - begin
+    return stalled - begin, time.perf_counter() - begin, max(grown, 0.0)
+
+
+def own_memory_mib() -> float:
+    """proc(5), `RssAnon`."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
 
 
 def bare_copy(state: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> float:
@@ -82,6 +90,7 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
     }
     stalls: dict[str, list[float]] = {kind: [] for kind in (*kinds, "copy")}
     totals: dict[str, list[float]] = {kind: [] for kind in kinds}
+    grown: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(ROUNDS + 1):
         for kind in list(kinds) if turn % 2 else reversed(list(kinds)):
             place, writer = kinds[kind]
@@ -89,11 +98,12 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
             for tensor in (*state.values(), *buffers.values()):
                 tensor.sum()  # in use a moment ago, as in a training
             copied = bare_copy(state, buffers)
-            stall, total = stall_and_total(state, writer(place / f"step_{turn}"))
+            stall, total, mib = stall_total_memory(state, writer(place / f"step_{turn}"))
             shutil.rmtree(place / f"step_{turn}")
             if turn:  # the first warms torch up
                 stalls[kind].append(stall)
                 totals[kind].append(total)
+                grown[kind].append(mib)
                 if kind == "tierfs":
                     stalls["copy"].append(copied)
     stager.close()
@@ -104,7 +114,13 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
         pair(f"{what}: stall", "s", stalls["tierfs"], "stock on /dev/shm", stalls["/dev/shm"]),
         pair(f"{what}: total", "s", totals["tierfs"], "stock on the mount", totals["stock"], "<= 0.5"),
         pair(f"{what}: total", "s", totals["tierfs"], "stock on /dev/shm", totals["/dev/shm"]),
+        pair(f"{what}: memory of the trainer", "MiB", grown["tierfs"], "stock on the mount", _from_one(grown["stock"])),
     ]
+
+
+def _from_one(values: list[float]) -> list[float]:
+    """To divide by."""
+    return [max(value, 1.0) for value in values]
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ def measure(instance: Instance, shm: Path, size_mib: int) -> list[Row]:
     job.enter()
     kinds: dict[str, tuple[Path, Writer]] = {
         "tierfs": (mount / "ours", TieredStorageWriter),
-        "2 threads": (mount / "two", lambda step: TieredStorageWriter(step, thread_count=2)),
+        "1 thread": (mount / "one", lambda step: TieredStorageWriter(step, thread_count=1)),
         "4 threads": (mount / "four", lambda step: TieredStorageWriter(step, thread_count=4)),
         "with sums": (mount / "sums", lambda step: TieredStorageWriter(step, crc32=True)),
         LIBRARY: (mount / "library", lambda step: job.writer(_number(step))),

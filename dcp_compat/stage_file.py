@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import logging
 import mmap
 import os
@@ -82,11 +83,9 @@ class StageFile:
     def __init__(self, directory: Path, slots: list[Slot], *, writer: int) -> None:
         self.slots = slots
         self.size_bytes = max((slot.end for slot in slots), default=0)
-        self.path = directory / f"{_prefix(writer)}{uuid.uuid4().hex[:8]}.tmp"
         self._registered = 0
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.path, self.fd = _create(directory, writer)
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is in use, as `remove_leftovers` sees
             tell_size(self.fd, self.size_bytes)
             self._map()
         except BaseException:
@@ -159,9 +158,28 @@ class StageFile:
             self._registered = 0
 
 
-def remove_leftovers(directory: Path, *, writer: int) -> None:
-    """Those of a process of this node that was killed: nobody has them locked."""
-    for path in directory.glob(f"{_prefix(writer)}*.tmp"):
+def _create(directory: Path, writer: int) -> tuple[Path, int]:
+    """A new file, locked: it is in use, as `remove_leftovers` sees. Again where that of another rank was quicker than
+    the lock."""
+    while True:
+        path = directory / f"{_prefix()}{writer}-{uuid.uuid4().hex[:8]}.tmp"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists():
+                return path, fd
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Those of processes of this node that were killed, of whatever rank: nobody has them locked. The next job may have
+    fewer ranks."""
+    for path in directory.glob(f"{glob.escape(_prefix())}*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -173,8 +191,8 @@ def remove_leftovers(directory: Path, *, writer: int) -> None:
                 os.close(fd)
 
 
-def _prefix(writer: int) -> str:
-    return f"{_PREFIX}-{socket.gethostname()}-{writer}-"
+def _prefix() -> str:
+    return f"{_PREFIX}-{socket.gethostname()}-"
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ class TieredStager(AsyncStager):
         writer = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._directory.mkdir(parents=True, exist_ok=True)
         if not self._has_cleaned:
-            remove_leftovers(self._directory, writer=writer)
+            remove_leftovers(self._directory)
             self._has_cleaned = True
         slots = slots_of(self._wanted.values())
         try:

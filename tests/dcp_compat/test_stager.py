@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +103,75 @@ def prepare_and_wait(rank: Rank, root: Path) -> None:
 
 
 def test_a_killed_trainer_leaves_nothing_for_good(ckpt_root: Path) -> None:
-    job = Job(prepare_and_wait, ckpt_root, world=1)
+    job = Job(prepare_and_wait, ckpt_root, world=2)
+    job.next_event()
     job.next_event()
     job.kill()
-    assert len(list(ckpt_root.glob(".tierfs-stage-*"))) == 1
-    run_ranks(save_alone, ckpt_root, world=1)
-    wait_until(lambda: not list(ckpt_root.glob(".tierfs-stage-*")), "the next one removed it")
+    assert len(list(ckpt_root.glob(".tierfs-stage-*"))) == 2
+    run_ranks(save_alone, ckpt_root, world=1)  # one rank less
+    wait_until(lambda: not list(ckpt_root.glob(".tierfs-stage-*")), "the next one removed them")
+
+
+class Stopping(TieredStorageWriter):
+    """Tells when all shards are in their step, and never writes the marker."""
+
+    by: Rank
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self.by.report("staged and moved")
+        time.sleep(600)
+
+
+def overwrite_and_stop(rank: Rank, root: Path) -> None:
+    stager = TieredStager(root)
+    group = dist.new_group(backend="gloo")
+    state = checkpoints.state(1, SIZE)
+    writer = TieredStorageWriter(namespace=root, step=1, stager=stager)
+    dcp.async_save(state, storage_writer=writer, process_group=group).result()
+    last = Stopping(namespace=root, step=1, stager=stager)
+    last.by = rank
+    with checkpoints.quiet():
+        dcp.async_save(checkpoints.state(2, SIZE), storage_writer=last, process_group=group).result()
+
+
+def check_only(rank: Rank, step: Path, seed: int) -> None:
+    checkpoints.check(step, seed, SIZE)
+
+
+def test_a_trainer_that_is_killed_before_its_marker_leaves_the_old_step_whole(ckpt_root: Path) -> None:
+    job = Job(overwrite_and_stop, ckpt_root)
+    assert job.next_event() == "staged and moved"
+    job.kill()
+    run_ranks(check_only, ckpt_root / "step_1", 1)
+    run_ranks(save_alone, ckpt_root / "next", world=1)
+
+
+def save_twice_at_once(rank: Rank, root: Path) -> None:
+    """Two jobs that know nothing of each other save one step, as one does that was taken for dead."""
+    dist.barrier()
+    seed = rank.rank + 1
+    stager = TieredStager(root)
+    state = {"weight": torch.full((1 << 20,), float(seed)), "seed": seed}
+    with checkpoints.quiet():
+        for _ in range(5):
+            writer = TieredStorageWriter(namespace=root, step=1, stager=stager)
+            with contextlib.suppress(BaseException):  # one of them may be refused
+                dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+    stager.close()
+    dist.barrier()
+
+
+def load_alone(rank: Rank, root: Path) -> tuple[int, float, float]:
+    target = {"weight": torch.zeros(1 << 20), "seed": 0}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(str(root / "step_1")), no_dist=True)
+    return target["seed"], target["weight"].min().item(), target["weight"].max().item()
+
+
+def test_two_jobs_that_save_one_step_at_once_leave_that_of_one_or_the_other(ckpt_root: Path) -> None:
+    run_ranks(save_twice_at_once, ckpt_root)
+    [(seed, least, most)] = run_ranks(load_alone, ckpt_root, world=1)
+    assert seed in (1, 2) and least == most == seed
+    assert not list(ckpt_root.glob(".tierfs-stage-*"))
 
 
 def save_without_room(rank: Rank, root: Path, size: int) -> None:

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from dcp_compat import TieredStorageReader, TieredStorageWriter, latest, list_steps, step_path
+from dcp_compat import TieredStager, TieredStorageReader, TieredStorageWriter, latest, list_steps, step_path
 from rig import checkpoints
 from rig.checkpoints import MIB
 from rig.instance import Instance, mounted
@@ -19,7 +23,7 @@ from tierfs.errors import LevelNotReached
 
 SIZE = 8 * MIB
 MODES: list[dict[str, Any]] = [
-    {},
+    {"thread_count": 1},
     {"thread_count": 4},
     {"single_file_per_rank": False},
     {"sync_files": False},
@@ -50,7 +54,7 @@ def load(seed: int, **options: Any) -> TieredStorageReader:
 def both_ways(rank: Rank, root: Path) -> None:
     for number, mode in enumerate(MODES[:5]):
         ours, theirs = root / f"step_{number}", root / "stock" / f"step_{number}"
-        for seed in (1, 2) if not mode else (1,):  # the second over the first
+        for seed in (1, 2) if number == 0 else (1,):  # the second over the first
             save(ours, seed, **mode)
             checkpoints.check(ours, seed, SIZE)
             checkpoints.save(theirs, seed, SIZE, **mode)
@@ -64,8 +68,9 @@ def test_each_loads_what_the_other_saved_in_every_mode_and_over_an_existing_step
 
 def save_as_stock(rank: Rank, root: Path) -> None:
     for number, mode in enumerate(MODES):
-        save(root / f"step_{number}", 3, crc32=True, **mode)
-        checkpoints.save(root / "stock" / f"step_{number}", 3, SIZE, **mode)
+        same = {"thread_count": 1, **mode}  # the stock writer's default
+        save(root / f"step_{number}", 3, crc32=True, **same)
+        checkpoints.save(root / "stock" / f"step_{number}", 3, SIZE, **same)
 
 
 def test_with_sums_its_files_are_the_stock_ones_bit_for_bit(ckpt_root: Path) -> None:
@@ -83,6 +88,98 @@ def test_with_sums_its_files_are_the_stock_ones_bit_for_bit(ckpt_root: Path) -> 
                 assert (ours / name).read_bytes() == (theirs / name).read_bytes(), (mode, name)
 
 
+def both_ways_in_background(rank: Rank, root: Path, kind: AsyncCheckpointerType) -> None:
+    """Two saves, of which the second reuses what the planner keeps of the first."""
+    group = dist.new_group(backend="gloo")
+    writers: dict[str, Any] = {
+        "ours": TieredStorageWriter(root / "ours" / "step_1"),
+        "stock": dcp.FileSystemWriter(str(root / "stock" / "step_1")),
+    }
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    for seed in (1, 2):
+        for name, writer in writers.items():
+            step = root / name / f"step_{seed}"
+            dcp.async_save(
+                checkpoints.state(seed, SIZE),
+                checkpoint_id=str(step),
+                storage_writer=writer,
+                planner=planner if name == "ours" else None,
+                process_group=group,
+                async_checkpointer_type=kind,
+            ).result()
+    for seed in (1, 2):
+        checkpoints.check(root / "ours" / f"step_{seed}", seed, SIZE)
+        load(seed, path=root / "stock" / f"step_{seed}")
+        load(seed, path=root / "ours" / f"step_{seed}")
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.value)
+def test_each_loads_what_the_other_saved_in_the_background(ckpt_root: Path, kind: AsyncCheckpointerType) -> None:
+    run_ranks(both_ways_in_background, ckpt_root, kind)
+    assert [step.number for step in list_steps(ckpt_root / "ours")] == [1, 2]
+
+
+def both_ways_alone(rank: Rank, root: Path) -> None:
+    """Each rank for itself, as `no_dist` says."""
+    state = {"weight": torch.full((300, 1000), float(rank.rank + 1)), "rank": rank.rank}
+    for name, writer in (("ours", TieredStorageWriter), ("stock", dcp.FileSystemWriter)):
+        step = root / f"{name}-{rank.rank}" / "step_1"
+        dcp.save(state, storage_writer=writer(step), no_dist=True)
+        for reader in (dcp.FileSystemReader(step), TieredStorageReader(step, no_dist=True)):
+            target = {"weight": torch.zeros(300, 1000), "rank": -1}
+            dcp.load(target, storage_reader=reader, no_dist=True)
+            assert torch.equal(target["weight"], state["weight"]) and target["rank"] == rank.rank
+    newest = TieredStorageReader(namespace=root / f"ours-{rank.rank}", no_dist=True)
+    target = {"weight": torch.zeros(300, 1000), "rank": -1}
+    dcp.load(target, storage_reader=newest, no_dist=True)
+    assert target["rank"] == rank.rank and Path(newest.path).name == "step_1"
+
+
+def test_each_rank_alone_without_collectives_between_them(ckpt_root: Path) -> None:
+    run_ranks(both_ways_alone, ckpt_root)
+
+
+def save_for_others(rank: Rank, root: Path, saver: str) -> None:
+    step = root / saver / "step_1"
+    if saver == "stock":
+        checkpoints.save(step, 1, SIZE)
+    elif saver == "ours":
+        save(step, 1, thread_count=2)
+    else:
+        stager = TieredStager(root / saver)
+        group = dist.new_group(backend="gloo")
+        writer = TieredStorageWriter(namespace=root / saver, step=1, stager=stager)
+        dcp.async_save(checkpoints.state(1, SIZE), storage_writer=writer, process_group=group).result()
+        stager.close()
+
+
+def load_resharded(rank: Rank, root: Path, savers: list[str]) -> None:
+    """By rows as it was saved, whatever number of ranks that were; and by columns, which no rank wrote in one piece."""
+    whole = checkpoints.whole(1, SIZE)
+    mesh = init_device_mesh("cpu", (rank.world,))
+    for saver in savers:
+        for make in (dcp.FileSystemReader, TieredStorageReader):
+            target = checkpoints.empty_state(SIZE)
+            dcp.load(target, storage_reader=make(root / saver / "step_1"))
+            assert not checkpoints.differences(target, 1, SIZE), (saver, make)
+            columns = {
+                name: distribute_tensor(torch.zeros_like(whole[name]), mesh, [Shard(1)], src_data_rank=None)
+                for name in checkpoints.SHARDED
+            }
+            dcp.load({"model": columns}, storage_reader=make(root / saver / "step_1"))
+            for name, loaded in columns.items():
+                expected = whole[name].chunk(rank.world, dim=1)[rank.rank]
+                assert torch.equal(loaded.to_local().view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (3, 2)])
+def test_it_is_loaded_by_another_number_of_ranks_and_cut_otherwise(ckpt_root: Path, before: int, after: int) -> None:
+    savers = ["ours", "stock", "staged"]
+    for saver in savers:
+        run_ranks(save_for_others, ckpt_root, saver, world=before)
+    run_ranks(load_resharded, ckpt_root, savers, world=after)
+
+
 def save_only(rank: Rank, step: Path, seed: int) -> None:
     save(step, seed)
 
@@ -92,9 +189,20 @@ def load_only(rank: Rank, namespace: Path, seed: int) -> tuple[str, list[str]]:
     return Path(reader.path).name, [path.name for path, _ in reader.skipped]
 
 
-def test_another_number_of_ranks_loads_it(ckpt_root: Path) -> None:
-    run_ranks(save_only, ckpt_root / "step_1", 1)
-    assert run_ranks(load_only, ckpt_root, 1, world=1) == [("step_1", [])]
+def save_another_step_than_the_others(rank: Rank, root: Path) -> str:
+    try:
+        save(root / f"step_{5 + rank.rank}", 1)
+    except BaseException as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_agree_on_the_step_complete_none(ckpt_root: Path) -> None:
+    told = run_ranks(save_another_step_than_the_others, ckpt_root)
+    assert all("Input/output error" in each for each in told), "each rank hears of it"
+    assert list_steps(ckpt_root) == []
+    run_ranks(save_only, ckpt_root / "step_6", 2)
+    assert [step.number for step in list_steps(ckpt_root)] == [6]
 
 
 def refuse_to_overwrite(rank: Rank, step: Path) -> None:
@@ -168,6 +276,14 @@ def test_on_another_file_system_it_saves_and_says_what_it_can_not(scratch: Path)
     saved.wait("ram", 0)
     with pytest.raises(LevelNotReached, match="no tierfs mount"):
         saved.wait("object", 1)
+
+
+def test_as_many_threads_write_as_the_rank_has_cores_but_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, ranks, threads in ((1, "", 1), (2, "", 2), (2, "2", 1), (64, "8", 2), (64, "odd", 2), (4, "8", 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert TieredStorageWriter("step_1").thread_count == threads
+        assert TieredStorageWriter("step_1", thread_count=5).thread_count == 5
 
 
 def test_what_names_no_step_or_tier_is_refused(scratch: Path) -> None:

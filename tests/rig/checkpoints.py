@@ -53,6 +53,11 @@ def state(seed: int, size_bytes: int) -> dict[str, Any]:
     return {"model": tensors, "step": seed, "note": f"seed {seed}"}
 
 
+def whole(seed: int, size_bytes: int) -> dict[str, torch.Tensor]:
+    """The tensors of the model as they are before any rank takes its part."""
+    return _tensors(seed, size_bytes)
+
+
 def differences(loaded: dict[str, Any], seed: int, size_bytes: int) -> list[str]:
     """What differs, by a single bit or more, between this rank's part of `loaded` and what `seed` makes."""
     expected = state(seed, size_bytes)
