@@ -169,7 +169,10 @@ def test_without_flush_the_next_mount_goes_on(mount: Mount, bucket: Bucket, prox
         write_step(instance.mountpoint / "run" / "step_1", 1, sizes)
         wait_until(lambda: any(part == 2 for _, part in proxy.whole_bodies()), "the second part is sent", 30)
         tierfs("umount", "--no-flush", instance.mountpoint)
-        assert not bucket.check_whole()
+        assert not bucket.check_whole(), [
+            (round(each.at % 1000, 2), each.method, each.path, each.query, each.fault, each.request_bytes, each.status)
+            for each in proxy.exchanges("PUT|POST")
+        ]
         proxy.clear()
         instance.mount()
         wait_persisted(instance, "step_1")
