@@ -143,6 +143,34 @@ async def test_a_late_put_of_an_older_part_changes_nothing(cluster: Cluster) -> 
         assert not result.succeeded
 
 
+async def test_a_commit_after_an_outage_waits_for_nodes_that_come_back_later(cluster: Cluster) -> None:
+    """What they wrote meanwhile is in no part yet: it is not missing, and nothing is refused."""
+    async with cluster:
+        a, b = cluster.a, cluster.b
+        a.agreement.settled_after_s = 2.0
+        await a.mkdirs(STEP)
+        await cluster.settled()
+        for node in (a, b):
+            await cluster.away(node)
+        await b.shards(STEP, 1, OTHERS)
+        await a.shards(STEP, 1, MINE)
+        await cluster.away(a, away=False)
+        await a.finish(STEP, 1, BOTH)
+        assert a.driver.state(STEP) == "writing"
+        await cluster.away(b, away=False)
+        await cluster.settled()
+        with trio.fail_after(10):
+            while KEY not in a.view.states:
+                await a.showing.show_listing(STEP)
+                a.registry.judge_soon(a.driver.record(STEP))
+                await a.driver.settle(seconds=5)
+        await cluster.settled()
+        assert all(node.driver.record(STEP).is_complete for node in cluster.nodes.values())
+        await a.shards("run/step_2", 2, MINE)
+        with pytest.raises(CommitRefused):  # with nobody away a file that is missing is missing
+            await a.finish("run/step_2", 2, BOTH)
+
+
 async def test_steps_completed_and_removed_without_the_catalogue_are_told_later(cluster: Cluster) -> None:
     async with cluster:
         a = cluster.a

@@ -40,8 +40,7 @@ log = logging.getLogger("tierfs.cluster")
 
 _T = TypeVar("_T")
 
-#: After the catalogue came back each node first tells it what was written over meanwhile: so long nothing of others is
-#: committed.
+#: After the catalogue came back each node first tells what it wrote: so long no other node's file counts, or is missed.
 SETTLED_AFTER_S = 2.0
 #: How long a commit waits that will be asked for again.
 IMPATIENT_S = 0.5
@@ -188,7 +187,7 @@ class Agreement:
 
     async def _agree(self, wanted: _Wanted, ends_at: float) -> bool:
         """False where the catalogue can't be reached, or files may still come of nodes that are away."""
-        pause_s = _LOOK_AGAIN_S
+        began, pause_s = trio.current_time(), _LOOK_AGAIN_S
         judged: _Judged | None = None
         look = False
         while await self._is_connected(ends_at):
@@ -216,7 +215,7 @@ class Agreement:
                 log.warning("committing %s: %s", wanted.record.rel, error.message)
                 return False
             if trio.current_time() + pause_s > ends_at:
-                if judged.may_come or not judged.lacking:
+                if judged.may_come or not judged.lacking or began < self._read_at + self.settled_after_s:
                     return False
                 raise self._refused(wanted, judged.lacking)
             await trio.sleep(pause_s)
