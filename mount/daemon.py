@@ -31,6 +31,7 @@ from mount.runtime import Instance, MountRecord, log_directory, read_record
 from mount.watching import Watching
 from tierfs.cluster.operations import ClusterOperations
 from tierfs.cluster.tier import ClusterTier
+from tierfs.disk.among_nodes import DiskAmongNodes
 from tierfs.disk.operations import DiskOperations
 from tierfs.disk.tier import DiskTier
 from tierfs.errors import MountError, TierfsError
@@ -201,11 +202,11 @@ class Daemon:
     def _disk_tier(self, node: str) -> DiskTier | None:
         if self.settings.disk.path is None:
             return None
-        if self.cluster is not None:
-            message = "a disk tier among several nodes is not built yet: disk.path is ignored"
-            self.registry.problem("warning", message, "")
-            return None
-        return DiskTier(self.registry, node=node)
+        if self.cluster is None:
+            return DiskTier(self.registry, node=node)
+        disk = DiskTier(self.registry, node=node, hydration=self.cluster.hydration)
+        DiskAmongNodes(disk, self.cluster)
+        return disk
 
     def _join_cluster(self, node: str) -> ClusterTier | None:
         if not self.settings.catalog:
@@ -328,6 +329,13 @@ class Daemon:
         if self.cluster is not None and self.cluster.drain.is_draining and self._asked_to_stop <= 1:
             await self._drain_node(self.cluster)
         persist = self.settings.persist
+        is_to_flush = persist.flush_on_umount and self._asked_to_stop <= 1
+        if (
+            self.disk is not None
+            and is_to_flush
+            and not await self._leaving.send(self.disk.keeping.drain, within_s=persist.flush_timeout_s)
+        ):
+            return  # asked to stop, or the time is up
         if self.objects is None or not persist.flush_on_umount or self._asked_to_stop > 1:
             return
         persister = self.objects.persister

@@ -71,6 +71,7 @@ def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
     ):
         findings += _safely(check)
     from mount.cluster_doctor import examine_cluster  # which need this module
+    from mount.disk_doctor import examine_disk_tier
     from mount.object_doctor import examine_object_tier, of_archive
     from mount.rdma_doctor import examine_rdma
 
@@ -78,6 +79,7 @@ def examine(tried: Sequence[Tried] = ()) -> list[Finding]:
     for each in tried:
         if each.settings.catalog:
             findings += examine_cluster(each.settings, whose=each.whose, node=each.node, is_mounted=each.is_mounted)
+        findings += examine_disk_tier(each.settings, whose=each.whose)
         if each.settings.object:
             findings += examine_object_tier(each.settings, whose=each.whose)
             if each.settings.archive.object:

@@ -80,14 +80,15 @@ def _tried(arguments: argparse.Namespace) -> list[Tried]:
             settings = settings_from_json(instance.settings.read_text())
         except (OSError, TierfsError):
             continue
-        if settings.object or settings.catalog:
+        if settings.object or settings.catalog or settings.disk.path:
             node = settings.node or f"{socket.gethostname()}.{instance.name}"
             found.append(Tried(f"{instance.name}: ", settings, node, is_running(instance)))
     if arguments.directory is None:
         with suppress(TierfsError):
             here = load_settings(None, os.environ, [], {})
-            known = [(each.settings.object, each.settings.catalog) for each in found]
-            if (here.object or here.catalog) and (here.object, here.catalog) not in known:
+            known = [(each.settings.object, each.settings.catalog, each.settings.disk.path) for each in found]
+            wanted = here.object, here.catalog, here.disk.path
+            if any(wanted) and wanted not in known:
                 found.append(Tried("a mount here: " if found else "", here))
     return found
 

@@ -93,6 +93,10 @@ def test_a_dcp_checkpoint_comes_back_bit_for_bit_and_lies_on_the_disk_as_one(mou
         checkpoints.check(disk / "tier" / "steps" / "run" / "step_1", 1, 24 * MIB)
         instance.mount()
         checkpoints.check(instance.mountpoint / "run" / "latest", 1, 24 * MIB)
+        checkpoints.save(instance.mountpoint / "run" / "step_2", 2, 24 * MIB)
+        tierfs("umount", "--discard", instance.mountpoint)  # a planned reboot, with no time to settle
+        instance.mount()
+        checkpoints.check(instance.mountpoint / "run" / "step_2", 2, 24 * MIB)
 
 
 def test_what_is_damaged_or_half_there_is_never_shown_as_whole(mount_disk: MountDisk, disk: Path) -> None:

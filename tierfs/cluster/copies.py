@@ -39,6 +39,8 @@ class Copies(CopyIndex):
         self._offering = Offering(self._sealed_now)
         #: Of what is being copied here while it grows elsewhere, by its growing name: the bytes from its start on.
         self.arrived: Callable[[str], FileChecksum | None] = lambda version: None
+        #: What the disk's copy was summed up to when it was stored; None where the disk has none.
+        self.summed_on_disk: Callable[[str], FileChecksum | None] = lambda version: None
 
     def forget(self, key: Key, version: str) -> None:
         super().forget(key, version)
@@ -53,6 +55,8 @@ class Copies(CopyIndex):
                 fd = open_for_reading(path)
                 try:
                     if whole_version(fd) == version:
+                        if not path.is_relative_to(self._tier.path):  # the disk's: read once, then not kept in memory
+                            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
                         return os.dup(fd)
                 finally:
                     os.close(fd)
@@ -77,6 +81,8 @@ class Copies(CopyIndex):
         fd = self.open_version(version)
         try:
             known = self._checksums.get(version)
+            if known is None and self.path_in_ram(version) is None:
+                known = self.summed_on_disk(version)
             if known is not None:
                 return known
             done = self._summing[version] = trio.Event()

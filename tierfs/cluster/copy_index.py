@@ -1,4 +1,5 @@
-"""Which versions of files are whole on this node, and where: in the tree, in old generations, or on the shelf.
+"""Which versions of files are whole on this node, and where: in the tree, in old generations, on the shelf, or on the
+node's disk.
 
 The shelf, `<tier>/shelf/<namespace>/<step>/<node>.<token>`, holds replicas that have no name in their step (yet). What
 is being pulled there ends with `.pull` and goes at the next start. The truth is the attribute of each inode
@@ -60,6 +61,10 @@ class CopyIndex:
         #: The inode is this version no longer: it is written again, was removed, or is damaged. May be told of one that
         #: others have left long ago.
         self.on_left: Callable[[int, str], None] = lambda ino, version: None
+        #: Where this node's disk has the version whole; None for nowhere. What is in RAM is looked for first.
+        self.on_disk: Callable[[str], Path | None] = lambda version: None
+        #: The disk's copy of the version is damaged: it is one no more.
+        self.forget_on_disk: Callable[[str], None] = lambda version: None
 
     # --- the index
 
@@ -110,7 +115,7 @@ class CopyIndex:
     def version_of(self, ino: int) -> str | None:
         """The version that an inode of the tier has; None where it has none, is being written, or is a stub."""
         version = self._by_ino.get(ino)
-        if version is None or self.path(version) is None or self._copies[version].ino != ino:
+        if version is None or self.path_in_ram(version) is None or self._copies[version].ino != ino:
             return None
         return version
 
@@ -128,7 +133,11 @@ class CopyIndex:
         return version
 
     def path(self, version: str) -> Path | None:
-        """Where the version lies here, whole; None where it does not (any more)."""
+        """Where the version lies here, whole, in RAM or else on the disk; None where it does not (any more)."""
+        return self.path_in_ram(version) or self.on_disk(version)
+
+    def path_in_ram(self, version: str) -> Path | None:
+        """The same of the RAM tier alone."""
         copy = self._copies.get(version)
         if copy is None:
             return None
@@ -215,11 +224,13 @@ class CopyIndex:
 
     def shelved_versions(self, key: Key) -> list[str]:
         """The versions of the step that are on the shelf."""
-        return sorted(version for version in self._shelved.get(self._shelf_key(key), ()) if self.has(version))
+        return sorted(version for version in self._shelved.get(self._shelf_key(key), ()) if self.path_in_ram(version))
 
     def forget(self, key: Key, version: str) -> None:
         """What lies here is not what the version names (it is damaged), and about to be replaced: it is no copy."""
         copy = self._copies.pop(version, None)
+        if copy is None:
+            self.forget_on_disk(version)
         if copy is not None and self._by_ino.get(copy.ino) == version:
             del self._by_ino[copy.ino]
         if copy is not None:

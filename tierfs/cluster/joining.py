@@ -187,7 +187,7 @@ async def _tell_what_was_lost(registry: StepRegistry, view: View, publisher: Pub
 
     def is_lacking(key: Key) -> bool:
         record = registry.records.get(key)
-        return record is None or not record.manifest.populated
+        return (record is None or not record.manifest.populated) and not registry.object_tier.may_come_back(key)
 
     for key, seen in list(view.states.items()):
         tree = view.tree.get("/".join(key))

@@ -153,7 +153,9 @@ class FileMaker:
         mark = None
         shelved = False
         try:
-            found = self._copies.path(file.version)
+            found = self._copies.path_in_ram(file.version)
+            if found is None and data is None and file.size_bytes < SMALL_FILE_BYTES:
+                data = self._from_disk(file)
             if found is not None:
                 shelved = found.is_relative_to(self._copies.shelf)
                 os.link(found, scratch, follow_symlinks=False)
@@ -195,6 +197,21 @@ class FileMaker:
             later.append(tell)
         mtime_ns = file.mtime_ns if mark is not None else info.st_mtime_ns
         return FileEntry(file.size_bytes, mtime_ns, info.st_ino, file.checksum, True)
+
+    def _from_disk(self, file: FileRecord) -> bytes | None:
+        """A small file that this node's disk has; None where it has not, or has other bytes."""
+        path = self._copies.on_disk(file.version)
+        if path is None:
+            return None
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            log.warning("a small file can't be read from the disk: %s", error, extra={"tier": "disk"})
+            return None
+        if is_of(data, file):
+            return data
+        self._copies.forget_on_disk(file.version)
+        return None
 
     def entry_of(self, path: Path, file: FileRecord) -> FileEntry:
         """Of a file that is there as the record says. OSError."""

@@ -6,6 +6,7 @@ the stub open is served from the replica.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -16,6 +17,7 @@ from tierfs.catalog.records import FileRecord
 from tierfs.cluster.copies import Copies
 from tierfs.cluster.making import version_at
 from tierfs.cluster.showing import Showing
+from tierfs.disk.direct_io import copy_range
 from tierfs.errors import PeerLacks, PeerUnavailable
 from tierfs.hydrate.source import Source
 from tierfs.hydrate.stubs import StubMark
@@ -59,6 +61,9 @@ class OwnFirst:
 
     def came_wrong(self, mark: StubMark, offset: int) -> None:
         if self._has(mark):
+            if self._copies.path_in_ram(mark.version) is None:
+                self._copies.forget_on_disk(mark.version)
+                return
             self._wrong[mark.version] = None
             if len(self._wrong) > _WRONG_KEPT:
                 del self._wrong[next(iter(self._wrong))]
@@ -70,6 +75,8 @@ class OwnFirst:
 
     async def _copy(self, version: str, offset: int, length: int, fd: int) -> int:
         """PeerLacks, PeerUnavailable."""
+        if self._copies.path_in_ram(version) is None:
+            return await self._copy_from_disk(version, offset, length, fd)
         source = self._copies.open_version(version)
         try:
             return await trio.to_thread.run_sync(_copy_range, source, fd, offset, length, limiter=self._limiter)
@@ -77,6 +84,19 @@ class OwnFirst:
             raise PeerUnavailable(f"the copy of {version} here can't be read: {error.strerror}") from error
         finally:
             os.close(source)
+
+    async def _copy_from_disk(self, version: str, offset: int, length: int, fd: int) -> int:
+        """Past the page cache. PeerLacks."""
+        path = self._copies.on_disk(version)
+        if path is None:
+            raise PeerLacks(f"the disk does not hold the version {version}")
+        try:
+            return await trio.to_thread.run_sync(copy_range, path, offset, length, fd, limiter=self._limiter)
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise  # of where the bytes go
+            self._copies.forget_on_disk(version)
+            raise PeerLacks(f"the disk's copy of {version} can't be read: {error}") from error
 
 
 def replace_stub(registry: StepRegistry, showing: Showing, key: Key, inner: str, version: str) -> None:

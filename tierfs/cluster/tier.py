@@ -442,7 +442,7 @@ class ClusterTier:
         return seen.record.level != "lost" or record.is_persisted
 
     def may_leave_ram(self, record: StepRecord) -> bool:
-        return record.is_persisted
+        return self.registry.is_elsewhere(record)
 
     def ram_bytes(self, record: StepRecord) -> int | None:
         if not record.manifest.joined and not record.manifest.files:

@@ -38,6 +38,7 @@ class Transport:
         copies.on_left = hydration.on_version_left = self.exports.leave
         registry.before_freeing = self.exports.free_tree
         self.exports.on_freed = registry.tier.released_room
+        self.exports.device = registry.tier.path.stat().st_dev
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Started when the server listens. SettingsError where it can't."""

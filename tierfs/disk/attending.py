@@ -77,7 +77,9 @@ class Attendance:
         if self._told != why:
             self._told = why
             log.error("the disk tier can't be used: %s", why, extra={"tier": "disk"})
-        self._index.away = why
+        if why != self._index.away:
+            self._index.away = why
+            self._index.changed_all()
         for namespace in {stored.key[0] for stored in self._index}:
             self._registry.update_latest(namespace)
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 import trio
 
 from tierfs.checksum import CHUNK_BYTES, combine, from_text
+from tierfs.cluster.versions import write_version
 from tierfs.disk.direct_io import DirectWriter
 from tierfs.disk.disk_step import DiskStep
 from tierfs.disk.store import DiskStore
@@ -46,8 +47,8 @@ class NotHere(Exception):
 
 
 class StepCopy:
-    """`old` is what the disk has of the step, `keeps(inner)` tells which files are this node's to keep, `version_of`
-    the version that an inode has in the cluster."""
+    """`old` is what the disk has of the step. Of a step that the catalogue `cluster` has ("" for none) those files are
+    copied that this node holds whole; `version_of` is the version of an inode's bytes there, also of a stub's."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class StepCopy:
         bandwidth: Bandwidth,
         threads: trio.CapacityLimiter,
         is_stub: Callable[[int], bool],
-        keeps: Callable[[str], bool] = lambda inner: True,
+        cluster: str = "",
         version_of: Callable[[int], str | None] = lambda ino: None,
     ) -> None:
         self.local = LocalStep(registry, record, hydrate=_refuse, is_stub=is_stub)
@@ -68,7 +69,8 @@ class StepCopy:
         self.bytes_done = 0
         self._registry, self._store, self._record, self._old = registry, store, record, old
         self._node, self._bandwidth, self._threads = node, bandwidth, threads
-        self._is_stub, self._keeps, self._version_of = is_stub, keeps, version_of
+        self._is_stub, self.cluster, self._version_of = is_stub, cluster, version_of
+        self._versions: dict[str, str] = {}
         #: By the path inside the step, those of `old` that are as they are now.
         self._linked: dict[str, ObjectFile] = {}
         self._to_copy: list[str] = []
@@ -77,18 +79,26 @@ class StepCopy:
     async def prepare(self) -> int:
         """Look at what is there now; returns how many bytes have to be copied. Superseded, NotHere, TierfsError."""
         await self.local.read()
-        self._linked, self._to_copy = {}, []
+        self._linked, self._to_copy, self._versions = {}, [], {}
         for inner, entry in self.local.entries.items():
-            if is_own(inner) or not self._keeps(inner):
+            if is_own(inner):
                 continue
+            version = self._version_of(entry.ino) if self.cluster else None
+            if version is not None:
+                self._versions[inner] = version
             before = self._old.file(inner) if self._old is not None else None
             if before is not None and self._is_as_before(inner, before):
                 now = self.local.object_file(inner, before.checksum, before.chunks)
                 self._linked[inner] = replace(now, mtime_ns=entry.mtime_ns)  # bringing bytes moves a stub's own time
             elif self._is_stub(entry.ino):
-                raise NotHere
+                if not self.cluster:
+                    raise NotHere
+            elif self.cluster and version is None:
+                raise Superseded  # it is just being published
             else:
                 self._to_copy.append(inner)
+        if not self._to_copy and not self._linked:
+            raise NotHere
         return self.bytes_total
 
     def _is_whole_here(self, inner: str) -> bool:
@@ -101,10 +111,9 @@ class StepCopy:
 
     def _is_as_before(self, inner: str, before: ObjectFile) -> bool:
         entry = self.local.entries[inner]
-        versions: Mapping[str, str] = self._old.versions if self._old is not None else {}
-        version = self._version_of(entry.ino)
-        if version is not None and versions.get(inner) == version:
-            return before.size_bytes == entry.size_bytes
+        if self.cluster:
+            versions: Mapping[str, str] = self._old.versions if self._old is not None else {}
+            return inner in self._versions and versions.get(inner) == self._versions[inner]
         if entry.checksum is None:
             return False
         return (before.size_bytes, before.checksum) == (entry.size_bytes, from_text(entry.checksum))
@@ -157,6 +166,8 @@ class StepCopy:
                     raise Superseded from None
                 full = combine(full, chunks[-1], length)
                 self.bytes_done += length
+            if inner in self._versions:  # by which other nodes ask for it
+                await self._in_thread(partial(write_version, incoming / inner, self._versions[inner]))
             await self._in_thread(partial(writer.finish, size))
             self.local.check(inner)
             if not self.local.is_unchanged(inner, source):
@@ -190,7 +201,6 @@ class StepCopy:
             files=files,
             directory=local.directory,
         )
-        versions = {inner: self._version_of(local.entries[inner].ino) for inner in files}
         return DiskStep(
             directory=incoming,
             step=step,
@@ -198,7 +208,8 @@ class StepCopy:
             stored_at=time.time(),
             owed=manifest.owed,
             marker=local.marker,
-            versions={inner: version for inner, version in versions.items() if version is not None},
+            versions={inner: version for inner, version in self._versions.items() if inner in files},
+            cluster=self.cluster,
         )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -31,7 +31,7 @@ class DiskStep:
 
     `step` names those files, `marker` is the step's, which may be another node's file. `owed` says why the step had to
     go to the object tier when it was copied, "" where it had not. `versions` are those that files had in the cluster,
-    by the path inside the step.
+    by the path inside the step, and `cluster` is the catalogue that had the step then, "" for none.
     """
 
     directory: Path
@@ -41,6 +41,7 @@ class DiskStep:
     owed: str = ""
     marker: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    cluster: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -65,6 +66,7 @@ def to_bytes(stored: DiskStep) -> bytes:
         "owed": stored.owed,
         "marker": stored.marker,
         "versions": dict(stored.versions),
+        "cluster": stored.cluster,
         "body": to_text(int(crc64nvme(body))),
     }
     return json.dumps(head, sort_keys=True).encode("ascii") + b"\n" + body
@@ -80,7 +82,7 @@ def from_bytes(data: bytes, directory: Path) -> DiskStep:
             raise Wrong(f"version {written_in} is unknown, this program knows {VERSION}")
         key = fields.text("namespace"), fields.text("step")
         node, stored_at, owed = fields.text("node"), fields.seconds("stored_at"), fields.text("owed")
-        marker = fields.text_or_none("marker")
+        marker, cluster = fields.text_or_none("marker"), fields.text("cluster")
         versions = {safe_relative(inner): _version(text) for inner, text in fields.mapping("versions").items()}
         checksum = from_text(fields.text("body"))
         fields.end()
@@ -94,7 +96,7 @@ def from_bytes(data: bytes, directory: Path) -> DiskStep:
     except (ValueError, RecursionError, Wrong, PathRefused, RecordDamaged, ObjectCorrupt) as error:
         told = error.message if isinstance(error, ObjectCorrupt) else str(error)
         raise DiskError(f"the manifest in {directory} is damaged: {told}") from None
-    return DiskStep(directory, step, node, stored_at, owed, marker, versions)
+    return DiskStep(directory, step, node, stored_at, owed, marker, versions, cluster)
 
 
 def _version(value: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ class Refusal:
 
 
 class Keeping:
-    """`is_gone` says of a step that this node's tree does not have whether it was removed."""
+    """`is_gone` says of a step on the disk that this node's tree does not have whether it was removed."""
 
     def __init__(
         self, registry: StepRegistry, store: DiskStore, index: DiskIndex, *, node: str, is_stub: Callable[[int], bool]
@@ -72,7 +72,15 @@ class Keeping:
         self.trouble = ""
         self.written_bytes = 0
         self.removed = Tombstones(registry.tier.meta)
-        self.is_gone: Callable[[Key], bool] = lambda key: True
+        self.is_gone: Callable[[DiskStep], bool] = lambda stored: True
+        #: The same, or nobody knows of the step any more: it may go for room.
+        self.is_spare: Callable[[DiskStep], bool] = lambda stored: True
+        #: Among several nodes: the catalogue that has the step, "" for none; all its names are to be made here; whether
+        #: it can be removed everywhere now; what is to be done before each look at what is owed.
+        self.cluster_of: Callable[[StepRecord], str] = lambda record: ""
+        self.show_names: Callable[[StepRecord], Awaitable[None]] = _nothing
+        self.can_retire: Callable[[], bool] = lambda: True
+        self.before_round: Callable[[], None] = lambda: None
         #: The step was dropped from the disk, where a stub had its bytes.
         self.on_dropped: Callable[[StepRecord], None] = lambda record: None
         self._node = node
@@ -85,6 +93,7 @@ class Keeping:
         self._not_before: dict[Key, float] = {}
         self._wake = trio.Event()
         self._news = trio.Event()
+        self._is_draining = False
         self._to_discard: list[Path] = []
         #: An earlier daemon, or a copy that was broken off, may have left something there.
         self._is_trash_left = True
@@ -131,6 +140,16 @@ class Keeping:
             return None
         return self._running[1].bytes_done, self._running[1].bytes_total
 
+    async def drain(self) -> None:
+        """Until all that is owed is there, or can't be for now. Steps do not wait to settle meanwhile."""
+        self._is_draining = True
+        self.look_again()
+        try:
+            while any(self.is_awaited(record) for record in self._in_order()):
+                await self.wait_for_news(TICK_S)
+        finally:
+            self._is_draining = False
+
     async def wait_for_news(self, within_s: float) -> None:
         news = self._news
         with trio.move_on_after(within_s):
@@ -155,6 +174,7 @@ class Keeping:
         """Do what is due; in how many seconds to look again at the latest."""
         if not self.index.is_open or self.index.away:
             return REST_S
+        self.before_round()
         self._drop_gone()
         self._drop_surplus()
         try:
@@ -183,7 +203,7 @@ class Keeping:
         if record.writers or record.lock.locked() or any(not entry.sealed for entry in record.manifest.files.values()):
             return TICK_S
         not_before = self._not_before.get(record.key, 0.0) - time.monotonic()
-        return max(not_before, SETTLE_S - record.idle_s)
+        return max(not_before, 0.0 if self._is_draining else SETTLE_S - record.idle_s)
 
     async def _copy(self, record: StepRecord) -> None:
         key = record.key
@@ -196,12 +216,18 @@ class Keeping:
             bandwidth=self._bandwidth,
             threads=self._threads,
             is_stub=self._is_stub,
+            cluster=self.cluster_of(record),
+            version_of=self.index.version_of,
         )
         scope = trio.CancelScope()
         self._running = key, copy, scope
         began = time.monotonic()
         try:
             with scope:
+                if copy.cluster:
+                    await self.show_names(record)
+                    if not record.manifest.populated:
+                        raise Superseded  # the catalogue is away: later
                 needed = await copy.prepare()
                 if await self._has_room(record, needed):
                     stored, old = await copy.run()
@@ -227,9 +253,12 @@ class Keeping:
         self.index.put(stored)
         self.trouble, self._pause_s = "", FIRST_PAUSE_S
         self.written_bytes += copy.bytes_done
-        if copy.local.is_current():
+        # A stub that became whole meanwhile is the same file, and not on the disk yet.
+        if copy.local.is_current() and (not copy.cluster or self.index.holds(record)):
             self.owed.discard(record.key)
             self.refused.pop(record.key, None)
+        else:
+            self._not_before[record.key] = time.monotonic() + TICK_S
         self._room_changed()  # another step is the newest of its namespace now
         self.registry.crash("disk:recorded")
         size = format_size(stored.size_bytes)
@@ -328,12 +357,14 @@ class Keeping:
     def _may_go(self, stored: DiskStep) -> bool:
         record = self.registry.records.get(stored.key)
         if record is None:
-            return True
+            return self.is_spare(stored)
         if record.manifest.pinned or (self._running is not None and self._running[0] == stored.key):
             return False
         if not self._has_stubs(record) or record.is_persisted:
             return True
         # Its bytes are here only: not while a program reads them, nor before the object tier has what it is owed.
+        if self.registry.is_shared(record) and not self.can_retire():
+            return False
         return not (record.manifest.owed or self.registry.is_used(record))
 
     def _has_stubs(self, record: StepRecord) -> bool:
@@ -347,12 +378,16 @@ class Keeping:
         for stored in self.index:
             record = self.registry.records.get(stored.key)
             if record is None:
-                if self.is_gone(stored.key):
+                if self.is_gone(stored):
                     self._gone.add(stored.key)
                     self._drop(stored.key, "")
             elif record.is_complete and stored.key not in self.owed:
                 age = record.manifest.generation, record.manifest.completed_at or 0.0
-                if age != stored.step.age:
+                if age == stored.step.age:
+                    continue
+                if self.registry.is_shared(record) and age[0] == stored.step.generation:
+                    self.owe(record)  # the catalogue has another time for it
+                else:
                     self._drop(stored.key, "another save took its place")
 
     def _drop_surplus(self) -> None:
@@ -398,3 +433,7 @@ class Keeping:
 
     def _extra(self, key: Key) -> dict[str, str]:
         return {"namespace": key[0], "step": key[1], "tier": "disk"}
+
+
+async def _nothing(record: StepRecord) -> None:
+    pass

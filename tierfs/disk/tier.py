@@ -46,6 +46,7 @@ class DiskTier:
         self.hydration.is_on_disk = self.index.holds_file
         self.keeping = Keeping(registry, self.store, self.index, node=node, is_stub=self.hydration.is_stub)
         self.keeping.on_dropped = self._lost
+        self.index.is_stub = self.hydration.is_stub
         self.attendance = Attendance(registry, self.store, self.index, self.keeping.removed)
         self.attendance.shown = self._shown
         self.attendance.opened = self._opened
@@ -92,6 +93,13 @@ class DiskTier:
 
     def completed(self, record: StepRecord) -> None:
         self.below.completed(record)
+        self.owe_if_chosen(record)
+
+    def owe_if_chosen(self, record: StepRecord) -> None:
+        """The step is complete now."""
+        self.index.forget_inodes(record.key)
+        if self.registry.is_shared(record) and self.index.holds(record):
+            return  # it came back from the catalogue, and its bytes are on the disk
         if self.keeping.policy.completed(record) or self.index.get(record.key) is not None:
             self.keeping.owe(record)
 
@@ -100,6 +108,7 @@ class DiskTier:
 
     def changed(self, record: StepRecord) -> None:
         self.below.changed(record)
+        self.index.forget_inodes(record.key)
         if record.key in self.keeping.owed or self.index.get(record.key) is not None:
             self.keeping.owe(record)
 
@@ -121,6 +130,9 @@ class DiskTier:
 
     def on_disk(self, record: StepRecord) -> bool:
         return self.index.holds(record)
+
+    def may_come_back(self, key: tuple[str, str]) -> bool:
+        return self.index.get(key) is not None
 
     def is_readable(self, record: StepRecord) -> bool:
         """What RAM lacks of it is on the disk, or elsewhere."""
@@ -171,7 +183,7 @@ class DiskTier:
     def describe(self, record: StepRecord) -> dict[str, Any]:
         described = self.below.describe(record)
         holds = self.index.holds(record)
-        if holds and described["level"] == "ram":
+        if self.index.holds_whole(record) and described["level"] == "ram":
             described["level"] = "disk"
         stubs = [entry for entry in record.manifest.files.values() if self.hydration.is_stub(entry.ino)]
         described |= {"ram_bytes": self.hydration.ram_bytes(record), "stubs": len(stubs)}
@@ -217,7 +229,8 @@ class DiskTier:
     def _opened(self) -> None:
         """What is complete, and was not copied before an earlier daemon ended."""
         for record in self.registry.records.values():
-            if record.is_complete and record.manifest.populated and not self.index.holds(record):
+            is_here = record.manifest.populated or self.registry.is_shared(record)
+            if record.is_complete and is_here and not self.index.holds(record):
                 is_known = self.index.get(record.key) is not None
                 if is_known or (not record.is_persisted and self.keeping.policy.was_chosen(record)):
                     self.keeping.owe(record)
@@ -240,7 +253,7 @@ class DiskTier:
 
     def _lost(self, record: StepRecord) -> None:
         """The disk dropped the step, and RAM lacks bytes of it: it is gone, or other nodes have it."""
-        if self.registry.is_shared(record):
+        if self.registry.is_shared(record) and not self.registry.cluster.retire(record):
             return
         self.registry.lines.write(
             record.manifest.namespace, "removed: newer steps need its room on the disk", step=record.manifest.number
@@ -277,6 +290,14 @@ class DiskTier:
         for directory, (why, _) in self.index.damaged.items():
             if directory.is_relative_to(self.store.path):
                 found.append(_problem("warning", f"a step on the disk is damaged and not shown: {why}", str(directory)))
+        strange = [each for each in self.index if each.key not in self.registry.records and self.keeping.is_spare(each)]
+        strange = [each for each in strange if not self.keeping.is_gone(each)]
+        if strange:
+            message = (
+                f"{len(strange)} steps on the disk are of another catalogue than this one, and not shown, such as "
+                f"{strange[0].directory}; they go when newer ones need the room"
+            )
+            found.append(_problem("warning", message))
         for key, refusal in self.keeping.refused.items():
             if key in self.keeping.owed:
                 found.append(_problem("warning", f"not on the disk: {refusal.message}", "/".join(key)))

@@ -88,6 +88,8 @@ def _is_there(hydration: Hydration, record: StepRecord, inner: str, entry: FileE
     """The object, or the disk, holds just these bytes, as far as it can be told at once."""
     if hydration.is_on_disk(record, inner, entry):
         return True
+    if not record.is_persisted and hydration.registry.object_tier.on_disk(record):
+        return False  # the disk is why the step may leave, and it has this file not, or otherwise
     kept = hydration.kept_manifest(*record.key) if record.is_persisted and entry.checksum is not None else None
     if kept is None:
         return True  # the step's own manifest says that it is persisted as it is, or the cluster holds it

@@ -89,6 +89,9 @@ class ObjectSteps:
     def on_disk(self, record: StepRecord) -> bool:
         return False
 
+    def may_come_back(self, key: tuple[str, str]) -> bool:
+        return False
+
     def is_readable(self, record: StepRecord) -> bool:
         return True
 

@@ -44,6 +44,10 @@ class ObjectTier(Protocol):
         """This node's disk holds the complete step as it is now."""
         ...
 
+    def may_come_back(self, key: tuple[str, str]) -> bool:
+        """This node's disk holds what the node had of a step of that name, of whichever generation."""
+        ...
+
     def is_readable(self, record: StepRecord) -> bool:
         """What RAM lacks of the step can be had, as far as the slower tiers of this node are asked for it."""
         ...
@@ -107,6 +111,9 @@ class NoObjectTier:
         return False
 
     def on_disk(self, record: StepRecord) -> bool:
+        return False
+
+    def may_come_back(self, key: tuple[str, str]) -> bool:
         return False
 
     def is_readable(self, record: StepRecord) -> bool:

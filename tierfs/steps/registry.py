@@ -199,7 +199,8 @@ class StepRegistry:
         Of several nodes each holds a part of it, so then it is gone on all of them, or stays where that may not be.
         """
         if self.object_tier.evict(record):
-            self.cluster.evicted(record)
+            if record.is_persisted:
+                self.cluster.evicted(record)
         elif self.cluster.retire(record):
             self.remove(record)
 

@@ -386,7 +386,6 @@ class Steps:
         return where is not None and where.inner != "" and PurePosixPath(rel).suffix in SHARD_SUFFIXES
 
     def xattrs(self, rel: str, st: os.stat_result) -> dict[str, bytes]:
-        values = {"user.tierfs.tier": b"object" if self.registry.object_tier.is_stub(st.st_ino) else b"ram"}
         where = self.registry.names.locate(rel)
         record = self.registry.at(where) if where is not None else None
         values = {"user.tierfs.tier": b"ram"}

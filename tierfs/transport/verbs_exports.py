@@ -110,6 +110,9 @@ class Exports:
         self._troubled: set[OpenPort] = set()
         #: A removed file's room came back only now.
         self.on_freed: Callable[[], None] = lambda: None
+        #: Where files lie whose memory may be exported (st_dev): inodes are told by their numbers, and a disk's pages
+        #: are not to be locked. None: whatever is asked for.
+        self.device: int | None = None
         #: Bytes, by port; with what is being registered and given back.
         self.registered: Counter[OpenPort] = Counter()
         self.given = 0
@@ -128,6 +131,8 @@ class Exports:
         try:
             if self._nursery is None:
                 raise NotExported("nothing is exported by this node now")
+            if self.device not in (None, os.fstat(fd).st_dev):
+                raise NotExported("the file lies on the disk")
             window = self._window(fd, version, offset, length, growing=growing)
             self._idle.pop(window, None)
             window.users += 1
