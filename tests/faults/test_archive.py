@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 
 import pytest
 
+from mount.object_doctor import examine_object_tier, of_archive
 from rig.buckets import Bucket
 from rig.checkpoints import MIB
 from rig.fault_proxy import FaultProxy
 from rig.instance import Instance, tierfs, wait_until
 from rig.object_fixtures import Mount, wait_persisted
 from rig.plain_steps import check_step, shard_names, write_step
+from tierfs.settings import S3Settings, Settings
+from tierfs.settings_archive import ArchiveSettings
 
 SIZES = [3 * MIB, MIB, 40_000]
 
@@ -88,11 +90,10 @@ def test_weights_lie_in_the_bucket_without_the_rest_and_no_mount_takes_them_for_
 def test_doctor_tries_the_archive_and_a_mount_refuses_one_that_the_store_can_not_copy_to(
     mount: Mount, bucket: Bucket, archive: Bucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIERFS_OBJECT", bucket.url)
-    monkeypatch.setenv("TIERFS_ARCHIVE_OBJECT", archive.url)
-    monkeypatch.setenv("TIERFS_S3_ENDPOINT_URL", proxy.url)
-    found = json.loads(tierfs("doctor", "--json", may_be_degraded=True))
-    assert f"the archive {archive.url} is reachable, written to and read back" in json.dumps(found)
+    s3 = S3Settings(endpoint_url=proxy.url, read_timeout_s=3)
+    settings = Settings(object=bucket.url, archive=ArchiveSettings(object=archive.url), s3=s3)
+    found = [each.found for each in examine_object_tier(of_archive(settings), whose="the archive ")]
+    assert f"the archive {archive.url} is reachable, written to and read back" in found
     for url, why in (
         ("file:///tmp/archive", "of the kind"),
         (f"{bucket.url}/archive", "lie in each other"),

@@ -61,7 +61,7 @@ class Tier(NoObjectTier):
         self.moved = persister.moved  # type: ignore[method-assign]
 
     def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
-        return not record.manifest.owed and not self._persister.parts.owes(record)
+        return not record.manifest.owed and (in_need or not self._persister.parts.owes(record))
 
 
 class Node:

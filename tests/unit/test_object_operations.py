@@ -271,7 +271,7 @@ class Boundary(NoObjectTier):
         self.populate = hydration.populate  # type: ignore[method-assign]
         self.hydrate = hydration.hydrate  # type: ignore[method-assign]
 
-    def may_leave_ram(self, record: StepRecord) -> bool:
+    def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
         return not record.manifest.owed
 
     def evict(self, record: StepRecord) -> bool:

@@ -124,6 +124,7 @@ async def test_a_step_whose_part_is_owed_stays_in_ram_until_it_is_sent(node: Nod
     await node.driver.save("run/step_2", 2, FILES)
     tier = node.registry.object_tier
     assert tier.may_leave_ram(node.record("run/step_1")) and not tier.may_leave_ram(node.record("run/step_2"))
+    assert tier.may_leave_ram(node.record("run/step_2"), in_need=True), "a save that finds no room is worse"
     await node.drain()
     assert tier.may_leave_ram(node.record("run/step_2"))
 

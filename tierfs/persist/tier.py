@@ -96,7 +96,7 @@ class ObjectSteps:
         return True
 
     def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
-        return not record.manifest.owed and not self.persister.parts.owes(record)
+        return not record.manifest.owed and (in_need or not self.persister.parts.owes(record))
 
     def ram_bytes(self, record: StepRecord) -> int:
         return self.hydration.ram_bytes(record)
