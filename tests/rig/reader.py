@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,33 +60,38 @@ class Reader:
         found._ram_path = self.place / "run" / self.name / "ram"
         return found
 
-    def follow(self, block: Block, *, fails: bool = False, timeout_s: float = 100) -> str:
+    def follow(self, block: Block, *, fails: bool = False, timeout_s: float = 240) -> str:
         """Types the block, and returns what was printed; AssertionError when a command fails or says something else."""
         printed = self.type(block.commands, where=block.where, fails=fails, timeout_s=timeout_s)
         missing = differences(block.expected, printed)
         assert not missing, f"{block.where} promises what does not come:\n{chr(10).join(missing)}\n--- but:\n{printed}"
         return printed
 
-    def type(self, commands: Sequence[str], *, where: str = "", fails: bool = False, timeout_s: float = 100) -> str:
+    def type(self, commands: Sequence[str], *, where: str = "", fails: bool = False, timeout_s: float = 240) -> str:
         script = "".join(self._line(command) for command in commands if command not in self._not_run)
         self.ran += [command for command in commands if command not in self._not_run]
         command = [*self._prefix, "bash", "-euo", "pipefail", "-c", _SUDO + script]
+        typed = subprocess.Popen(
+            command,
+            cwd=_REPOSITORY,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command,
-                cwd=_REPOSITORY,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout_s,
-            )
+            printed, _ = typed.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{where}: not done within {timeout_s:g} s:\n{script}\n{error.stdout}") from None
+        finally:
+            if typed.poll() is None:  # with what it began
+                os.killpg(typed.pid, signal.SIGKILL)
+                typed.wait(10)
         ends = "fails" if fails else "ends with 0"
-        assert (done.returncode != 0) == fails, f"{where} {ends}, but {done.returncode}:\n{script}\n{done.stdout}"
-        return self._as_on_the_page(done.stdout)
+        assert (typed.returncode != 0) == fails, f"{where} {ends}, but {typed.returncode}:\n{script}\n{printed}"
+        return self._as_on_the_page(printed)
 
     def _line(self, command: str) -> str:
         for written, here in self._replaced.items():
