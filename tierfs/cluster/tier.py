@@ -95,7 +95,6 @@ class ClusterTier:
         self.hydration = Hydration(registry, OwnFirst(self.sources, self.copies))
         self.hydration.on_whole_version = self._copy_came
         self.hydration.version_of = self.copies.version_of
-
         self.publisher = Publisher(registry, store, self.view, self.copies, node)
         self.agreement = Agreement(registry, self.view, self.publisher, self.copies, node)
         self.removing = Removing(registry, store, self.view, self.publisher, node)
