@@ -1,4 +1,5 @@
-"""Runs every benchmark, prints one table with the goal beside each figure, and keeps the figures in bench/results/.
+"""Runs every benchmark, prints one table with the goal beside each figure, and keeps the figures in bench/results/,
+as JSON and as a picture of the ratios.
 
 Each benchmark is a program beside this one that prints a JSON list of rows with `--json`; README.md says what is in
 a row. A benchmark that fails is named, the others still run, and the exit code is then 1. A missed goal is shown but
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import table
+from plot import svg
 
 HERE = Path(__file__).parent
 BENCHMARKS = (
@@ -84,12 +86,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def commit() -> str:
+    """Which one was measured; with a + where files differ from it. "" where there is no git."""
+    told = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty=+"], capture_output=True, text=True)
+    return told.stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of the table")
     parser.add_argument("--only", choices=BENCHMARKS, action="append", help="run this one (may be repeated)")
     arguments = parser.parse_args()
-    facts, rows, failed = machine(), [], []
+    started, facts, rows, failed = datetime.datetime.now(), machine(), [], []
     for name in arguments.only or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
@@ -97,17 +105,18 @@ def main() -> int:
         except (subprocess.SubprocessError, json.JSONDecodeError) as error:
             failed.append(name)
             print(f"{name} failed: {error}", file=sys.stderr)
-    report = {"machine": facts, "failed": failed, "rows": rows}
+    report = {"date": f"{started:%Y-%m-%d %H:%M}", "commit": commit(), "machine": facts, "failed": failed, "rows": rows}
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     path = results / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
+    path.with_suffix(".svg").write_text(svg(report))
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
         print(f"\n{facts['cpus']} CPUs, {facts['memory_gib']} GiB, Linux {facts['kernel']}\n")
         print(table(rows))
-        print(f"\nkept in {path}")
+        print(f"\nkept in {path}, and as a picture beside it")
     return 1 if failed else 0
 
 
