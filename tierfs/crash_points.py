@@ -49,6 +49,7 @@ ARCHIVE_POINTS = (
 
 #: Of a step that goes to the object tier in part.
 PART_POINTS = (
+    "part:withdrawn",  # markers of an earlier save are gone where their files are about to change
     "part:sent",  # the files are objects, no part file says so yet
     "part:committed",  # the part file says so, this node does not know yet
 )

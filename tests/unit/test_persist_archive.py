@@ -153,6 +153,7 @@ async def test_retention_waits_for_the_archive_and_for_nothing_else(
             assert "the archive is away" in archiver.problems()[0]["message"]
             archiving(node).fault = lambda when, what, key: None
             await until(lambda: not archiver.owed(), "all is archived")
+            await until(lambda: listed(tier) == ["run/step_5"], "retention had waited for that only")
             await node.driver.save("run/step_6", 6)
             await node.persister.drain()
             await until(lambda: not archiver.owed(), "all is archived")
@@ -223,6 +224,57 @@ async def test_a_save_under_an_archived_name_takes_its_place_once_it_is_whole(
     await node.driver.write("run/step_1/meta.pt", b"added to the step later")
     await archive_all(node)
     assert archive.objects["run/step_1/meta.pt"].data == b"added to the step later"
+
+
+async def test_a_newer_save_takes_the_place_of_one_with_a_higher_generation(
+    make: Callable[..., Node], stores: tuple[MemoryStore, MemoryStore]
+) -> None:
+    """As after a `tierfs rm`, or retention: the name was free in the object tier, and not in the archive."""
+    tier, archive = stores
+    node = make(every_steps=1)
+    for seed in (1, 2):
+        await node.driver.save("run/step_1", seed)
+        await archive_all(node)
+    await node.driver.rmtree("run/step_1")
+    await archive_all(node)
+    await node.driver.save("run/step_1", 3)
+    await archive_all(node)
+    assert node.record("run/step_1").manifest.generation == 1
+    assert all(archive.objects[key].data == tier.objects[key].data for key in listed_keys(archive))
+
+
+async def test_a_step_that_is_removed_while_its_copying_fails_is_no_problem_for_ever(
+    make: Callable[..., Node],
+) -> None:
+    node = make(every_steps=1)
+    await node.driver.save("run/step_0", 0)
+    await archive_all(node)
+    assert node.archiver is not None
+    archiver = node.archiver
+
+    def fail(when: str, what: str, key: str) -> None:
+        if what == "copy":
+            archiver.removed(("run", "step_1"))
+            raise ObjectUnavailable("the archive is away")
+
+    archiving(node).fault = fail
+    await node.driver.save("run/step_1", 1)
+    await archive_all(node)
+    assert archiver.problems() == []
+
+
+async def test_a_damaged_manifest_in_the_archive_holds_up_nothing(
+    make: Callable[..., Node], stores: tuple[MemoryStore, MemoryStore]
+) -> None:
+    node = make(every_steps=1)
+    for number in (1, 2):
+        await node.driver.save(f"run/step_{number}", number)
+    await archive_all(node)
+    stores[1].objects["run/step_2/.tierfs/manifest.json"].data = b"{"
+    other = make("n2", every_steps=1)
+    await other.index.refresh()
+    await archive_all(other)
+    assert listed(stores[1]) == ["run/step_1", "run/step_2"]
 
 
 async def test_a_step_that_is_renamed_is_archived_under_its_new_name(

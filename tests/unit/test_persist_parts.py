@@ -14,7 +14,8 @@ from test_persist_machine import OneDeath, Trouble, check_markers, has_died
 from rig.memory_client import MemoryClient, MemoryStore
 from tierfs.crash_points import PART_POINTS
 from tierfs.errors import SettingsError
-from tierfs.persist.part_file import read_part_file
+from tierfs.persist.part_commit import PartCommit
+from tierfs.persist.part_file import PartFile, read_part_file
 from tierfs.persist.sweeping import ABANDONED_AFTER_S
 from tierfs.settings import RetentionSettings, Settings
 from tierfs.settings_sources import load_settings
@@ -155,6 +156,7 @@ async def test_retention_takes_old_parts_with_old_steps(tmp_path: Path, store: M
     assert listed(store) == ["run/step_10", "run/step_15"]
     parts = [number for number in range(1, 16) if PART.format(number) in store.objects]
     assert parts == [4, 12, 14], "2, 7 and 9 are older than the oldest step that stays; 4 is a multiple"
+    assert part_of(node, "run/step_9") is None and part_of(node, "run/step_12")["state"] == "sent"
     other = memory_node(tmp_path, store, "n2", config=weights_often(object_steps=1))
     await other.index.refresh()
     other.persister.surplus.delete("run")
@@ -195,6 +197,47 @@ async def test_a_marker_of_a_directory_goes_along_where_all_of_it_does(tmp_path:
     client_of(node).fault = lambda when, what, key: order.append(key) if (when, what) == ("after", "upload") else None
     await node.drain()
     assert order == [f"run/step_1/model/{name}" for name in ("__0_0.distcp", MARKER)]
+
+
+async def test_a_marker_of_a_directory_is_not_there_while_its_files_change(tmp_path: Path, store: MemoryStore) -> None:
+    """At each moment, as the store's watch looks: else old and new files would load as one."""
+    node = memory_node(tmp_path, store, config=settings("demand", files={"*": "all"}))
+    for seed, files in ((1, {"__0_0.distcp": 900, "__1_0.distcp": 50}), (2, {"__0_0.distcp": 900})):
+        await node.driver.save("run/step_1/model", seed, files)
+        await node.driver.finish("run/step_1", seed, {})
+        await node.drain()
+        assert store.objects["run/step_1/model/__0_0.distcp"].data == content(seed, "__0_0.distcp", 900)
+        assert f"run/step_1/model/{MARKER}" in store.objects
+        assert f"run/step_1/{MARKER}" not in store.objects, "the marker of the whole step goes with the whole step only"
+
+
+async def test_what_comes_while_a_part_is_noted_is_sent_too(
+    node: Node, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = 0
+
+    async def put(commit: PartCommit, part: PartFile) -> None:
+        nonlocal noted
+        await put_part(commit, part)
+        noted += bool(part.sent.objects)
+        if noted == 1:
+            await node.driver.write("run/step_2/model_late", b"late")
+
+    put_part = PartCommit._put
+    monkeypatch.setattr(PartCommit, "_put", put)
+    await save(node, 1, 2)
+    assert noted == 2 and store.objects["run/step_2/model_late"].data == b"late"
+
+
+async def test_a_part_does_not_go_where_its_step_was_moved_and_none_may(tmp_path: Path, store: MemoryStore) -> None:
+    config = settings("demand", files={"model*": "all"})
+    config.namespaces = {"private*": {"persist": {"policy": "none"}}}
+    node = memory_node(tmp_path, store, config=config)
+    await save(node, 1)
+    (node.driver.root / "private").mkdir()
+    await node.driver.rename("run/step_1", "private/step_1")
+    await node.drain()
+    assert store.keys() == []
 
 
 @pytest.mark.parametrize("policy", ["none", "all"])

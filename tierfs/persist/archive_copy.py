@@ -60,7 +60,8 @@ class ArchiveCopy:
         if there.manifest is not None:
             if there.manifest.has_same_bytes(manifest) and there.holds_all_of(manifest):
                 return manifest
-            if there.manifest.age > manifest.age:
+            # By time: a newer save has the lower generation where its name was free in the object tier.
+            if there.manifest.completed_at > manifest.completed_at:
                 raise OlderThanArchived(f"the archive has a newer save of {'/'.join(self.key)}")
         before = await self._sources()
         await self._withdraw(there, manifest)

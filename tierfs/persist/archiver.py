@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import trio
 
-from tierfs.errors import ObjectError, ObjectMissing, TierfsError
+from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing, TierfsError
 from tierfs.json_fields import Fields, Wrong
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.archive_copy import ArchiveCopy, OlderThanArchived, SourceChanged
@@ -75,6 +76,8 @@ class Archiver:
         self._index = index
         self._deletions = deletions
         self._endpoint = Endpoint(archive, TierIdentity(registry.tier.meta, archive, "archive-id.json"), "the archive")
+        #: The archive is not the reason any more to keep a step of the namespace in the object tier.
+        self.settled: Callable[[str], None] = lambda namespace: None
         self._counts = Counts(registry.tier.meta)
         self._kept = StepNotes(registry.tier.meta, "archive")
         self._notes = self._load()
@@ -197,10 +200,8 @@ class Archiver:
                 there.setdefault(found.key[0], []).append(found)
         for namespace in namespaces:
             archived = there.get(namespace, [])
-            newest = max(archived, key=lambda found: (found.where.number, found.key), default=None)
-            if newest is not None:
-                data, _ = await self.archive.get(manifest_key(*newest.key), most_bytes=MAX_BYTES)
-                at = read_manifest(data, *newest.key).completed_at
+            at = await self._newest_archived(archived)
+            if at is not None:
                 counted = Counted(at, at)
             else:
                 # Of an old tier that gets an archive now, its newest step and those that come.
@@ -211,6 +212,18 @@ class Archiver:
                 if found.key in self.registry.records and found.key not in self._notes and found.manifest is not None:
                     self._finish(found.key, Note(at=found.manifest.modified))
             self._counts.keep(namespace, counted)
+            self._pick(namespace)
+            self.settled(namespace)
+
+    async def _newest_archived(self, archived: list[StepDirectory]) -> float | None:
+        """When the newest of these steps completed. One whose manifest can't be read counts for nothing."""
+        for found in sorted(archived, key=lambda found: (found.where.number, found.key), reverse=True):
+            try:
+                data, _ = await self.archive.get(manifest_key(*found.key), most_bytes=MAX_BYTES)
+                return read_manifest(data, *found.key).completed_at
+            except ObjectCorrupt as error:
+                log.warning("in the archive: %s", error.message, extra=_extra(found.key))
+        return None
 
     def _saves(self, namespace: str) -> list[Persisted]:
         return [
@@ -245,7 +258,7 @@ class Archiver:
         if record is None or not record.is_persisted or self._deletions.is_owed(key):
             return LOOK_AGAIN_S
         if not self._index.leads(record):
-            await self._look_whether_done(key)
+            await self._look_whether_done(key, record)
             return LONGEST_WAIT_S
         if (pause_s := self._put_off.pause_s(key)) > 0:
             return pause_s
@@ -267,6 +280,8 @@ class Archiver:
             self._put_off.failed(key, error)
         finally:
             self._copying = None
+            if key not in self._notes:  # it was removed meanwhile: nobody tries it again
+                self._put_off.forget(key)
         return self._put_off.pause_s(key)
 
     async def _copy(self, key: Key, record: StepRecord) -> None:
@@ -296,13 +311,13 @@ class Archiver:
         )
         log.info("step is archived", extra=_extra(key))
 
-    async def _look_whether_done(self, key: Key) -> None:
-        """Another node has to copy it."""
+    async def _look_whether_done(self, key: Key, record: StepRecord) -> None:
+        """Another node has to copy it. An older save of the name may still be there."""
         with suppress(ObjectError):
-            name = manifest_key(*key)
-            found = [info for info in (await self.archive.list_all(name)).objects if info.key == name]
-            if found and key in self._notes:
-                self._finish(key, Note(at=found[0].modified))
+            data, _ = await self.archive.get(manifest_key(*key), most_bytes=MAX_BYTES)
+            there = read_manifest(data, *key).completed_at
+            if key in self._notes and there >= (record.manifest.completed_at or 0.0):
+                self._finish(key, Note(at=time.time()))
 
     # --- notes
 
@@ -322,6 +337,7 @@ class Archiver:
         self._put_off.forget(key)
         self._notes[key] = note
         self._save(key)
+        self.settled(key[0])
 
     def _forget_removed(self) -> None:
         for key in [key for key in self._notes if key not in self.registry.records]:

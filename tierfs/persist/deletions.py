@@ -195,7 +195,8 @@ class Deletions:
         if not owed.at:
             return False
         stored = await look(self.client, self.registry.names, *key)
-        times = [node_file.completed_at for node_file in stored.nodes.values()]
+        told = [*stored.nodes.values(), *(part.sent for part in stored.parts.values())]
+        times = [node_file.completed_at for node_file in told]
         return max([*times, stored.manifest.completed_at if stored.manifest is not None else 0.0]) > owed.at
 
     async def _delete(self, key: Key, owed: Owed) -> None:

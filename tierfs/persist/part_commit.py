@@ -15,7 +15,7 @@ from tierfs.persist.committing import StepCommit
 from tierfs.persist.layout import is_own, part_key
 from tierfs.persist.part_file import PartFile
 from tierfs.persist.part_turns import is_meant
-from tierfs.persist.stored_step import look
+from tierfs.persist.stored_step import StoredStep, look
 
 
 class NoPart(TierfsError):
@@ -52,13 +52,14 @@ class PartCommit(StepCommit):
         if stored.has_manifest:
             raise NoPart("a whole save of the step is there already")
         before = stored.parts.get(self.node)
-        if before is not None:
-            # An earlier save of the part had them, and this one has not.
-            gone = [inner for inner in before.sent.objects if inner not in self.mine and inner in stored.objects]
-            await self.client.delete([stored.objects[inner].key for inner in gone])
         if before is None or before.sent.age != local.age:
             await self._put(PartFile(replace(self._node_file(), objects={})))  # nothing vouches for what was there
         await self._adopt(stored)
+        # An earlier save of the part had them, and this one has not.
+        gone = [inner for inner in (before.sent.objects if before else ()) if inner not in self.mine]
+        gone = [inner for inner in gone if inner in stored.objects]
+        await self._withdraw(stored, gone)
+        await self.client.delete([stored.objects[inner].key for inner in gone])
         await self._send_all([inner for inner in self.mine if inner not in self._sent and not self._is_gate(inner)])
         await self._send_all([inner for inner in self.mine if inner not in self._sent])
         self.registry.crash("part:sent")
@@ -84,12 +85,28 @@ class PartCommit(StepCommit):
         names = [inner for inner in record.manifest.files if not is_own(inner)]
         meant = {inner for inner in names if is_meant(inner, self.patterns) and cluster.owns(record, inner)}
         return frozenset(
-            inner for inner in meant if not self._is_gate(inner) or self._vouches_for(inner, names) <= meant
+            inner
+            for inner in meant
+            if not self._is_gate(inner) or ("/" in inner and self._vouches_for(inner, names) <= meant)
         )
 
     def _vouches_for(self, gate: str, names: Iterable[str]) -> set[str]:
         directory = gate.rpartition("/")[0]
         return {inner for inner in names if not directory or inner.startswith(f"{directory}/")}
+
+    async def _withdraw(self, stored: StoredStep, gone: list[str]) -> None:
+        """An earlier save's markers beside which a file is about to change or go: a mixture would pass for whole."""
+        changing = [inner for inner in self.mine if inner not in self._sent and not self._is_gate(inner)] + gone
+        gates = [
+            inner
+            for inner in stored.objects
+            if not is_own(inner) and self._is_gate(inner) and self._vouches_for(inner, changing)
+        ]
+        await self.client.delete([stored.objects[inner].key for inner in gates])
+        for inner in gates:
+            if self._sent.pop(inner, None) is not None:
+                self.bytes_done -= self.local.entries[inner].size_bytes
+        self.registry.crash("part:withdrawn")
 
     def _to_send(self) -> Iterable[str]:
         return self.mine

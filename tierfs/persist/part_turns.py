@@ -35,6 +35,11 @@ class PartTurns:
         self._registry = registry
         self._counts: dict[str, dict[str, Count]] = {}
 
+    def patterns(self, namespace: str) -> frozenset[str]:
+        """Those by which parts of its steps may go at all."""
+        persist = self._registry.settings.for_namespace(namespace).persist
+        return frozenset(persist.files) if persist.policy != "none" else frozenset()
+
     def due(self, record: StepRecord, *, is_whole: bool) -> list[str]:
         """The patterns whose turn it is with this step, which is complete now; none where it goes whole."""
         manifest = record.manifest

@@ -107,12 +107,21 @@ class Parts:
         self.stop(key)
         self._drop(key)
 
+    def deleted(self, key: Key) -> None:
+        """What was sent of the step is gone from the object tier; what is owed since then is still owed."""
+        note = self._notes.get(key)
+        if note is not None and note.at:
+            self._drop(key)
+
     def moved(self, key: Key, record: StepRecord) -> None:
         note = self._notes.get(key)
         self.left(key)
         if note is not None and record.is_complete and not record.manifest.owed:
-            self._keep(record.key, replace(note, generation=record.manifest.generation, at=0.0))
-            self.look_again()
+            allowed = self._turns.patterns(record.key[0])
+            patterns = tuple(pattern for pattern in note.patterns if pattern in allowed)
+            if patterns:
+                self._keep(record.key, Note(record.manifest.generation, patterns))
+                self.look_again()
 
     def stop(self, key: Key) -> None:
         """All of the step is to be sent."""
@@ -217,6 +226,8 @@ class Parts:
             if self._running is not None:
                 self._running[2].set()
             self._running = None
+            if key not in self._notes:  # it was removed meanwhile: nobody tries it again
+                self._put_off.forget(key)
             self.told()
         if not self.owes(record):
             self.sent(key[0])
@@ -232,7 +243,10 @@ class Parts:
             part = await commit.send()
             self.index.part_sent(key, local.completed_at)
             if self._notes.get(key) is not note:
-                return  # it was removed or changed meanwhile
+                return  # it was removed meanwhile
+            if not local.is_current():
+                self._put_off.for_now(key, TICK_S)  # files came or went since it was looked at: owed still
+                return
             self._put_off.forget(key)
             files, size = len(part.sent.objects), sum(sent.file.size_bytes for sent in part.sent.objects.values())
             of = files + len(part.left_out)

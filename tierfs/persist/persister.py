@@ -115,6 +115,8 @@ class Persister:
         )
         self.parts.told = self._look_again
         self.parts.sent = self.surplus.delete
+        if archiver is not None:
+            archiver.settled = self.surplus.delete
         self._draining = 0
         self._wake = trio.Event()
         self._news = trio.Event()
@@ -437,6 +439,7 @@ class Persister:
     def _deleted(self, key: Key, why: str) -> None:
         """A step is gone from the object tier; after a crash the record may not say so yet."""
         self.index.forget(key)
+        self.parts.deleted(key)
         record = self.registry.records.get(key)
         if (
             record is not None
