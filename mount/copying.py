@@ -29,6 +29,7 @@ RANGE_BYTES = 16 << 20
 RANGES_AT_ONCE = 8
 OWN_FOLDER = ".tierfs"
 """What tierfs keeps beside a step's files in the object tier: no part of the step."""
+_COMMIT, _PARTS = f"{OWN_FOLDER}/manifest.json", f"{OWN_FOLDER}/parts"
 _UNFINISHED = ".tmp"
 
 Passing = Callable[[int], None]
@@ -62,6 +63,8 @@ class DirectorySource:
         self._root = root
 
     def files(self) -> list[SourceFile]:
+        if (self._root / _PARTS).is_dir() and not (self._root / _COMMIT).exists():
+            raise _only_a_part()
         return list(self._walk(""))
 
     def _walk(self, below: str) -> Iterator[SourceFile]:
@@ -94,15 +97,21 @@ class StoreSource:
 
     def files(self) -> list[SourceFile]:
         found, more = [], ""
+        is_part = is_committed = False
         while True:
             page = self._store.list_page("", more=more)
             for each in page.objects:
+                is_part |= each.key.startswith(f"{_PARTS}/")
+                is_committed |= each.key == _COMMIT
                 if each.key.endswith("/") or each.key.startswith(f"{OWN_FOLDER}/"):
                     continue  # consoles make empty objects to stand for folders
                 found.append(SourceFile(safe_relative(each.key), each.size_bytes, int(each.modified * 1e9)))
             more = page.more
             if not more:
-                return found
+                break
+        if is_part and not is_committed:
+            raise _only_a_part()
+        return found
 
     def copy(self, file: SourceFile, fd: int, passing: Passing) -> None:
         from tierfs.objects.probing import Unhindered
@@ -117,6 +126,13 @@ class StoreSource:
         with ThreadPoolExecutor(RANGES_AT_ONCE) as threads:
             for done in [threads.submit(fetch, offset) for offset in range(0, file.size_bytes, RANGE_BYTES)]:
                 done.result()
+
+
+def _only_a_part() -> TierfsError:
+    return TierfsError(
+        "the source has only some files of the step, which a node sent without the rest (persist.files); copy what you "
+        "need of them with other means"
+    )
 
 
 def import_step(source: Source, directory: Path, rules: MarkerRules, tell: Tell) -> dict[str, Any]:

@@ -70,10 +70,16 @@ def check_archive(settings: Settings) -> None:
         )
     if archive.storage_class and scheme != "s3":
         raise SettingsError("archive.storage_class is for s3:// only", key="archive.storage_class")
-    inner, outer = sorted((f"{archive.object.rstrip('/')}/", f"{tier.rstrip('/')}/"), key=len, reverse=True)
+    inner, outer = sorted((_plain(archive.object), _plain(tier)), key=len, reverse=True)
     if inner.startswith(outer):
         raise SettingsError(
             f"archive.object = {archive.object!r} and object = {tier!r} lie in each other, so steps of the one would "
             f"show in the other; give each a prefix of its own",
             key="archive.object",
         )
+
+
+def _plain(url: str) -> str:
+    """Without what makes no difference: `file:///a/./b` and `s3://b//a/` are `file:///a/b` and `s3://b/a`."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{'/'.join(part for part in rest.split('/') if part not in ('', '.'))}/"

@@ -46,5 +46,7 @@ def check_turns(settings: Settings) -> None:
             try:
                 if text != "off":
                     parse_turn(text)
+                if pattern.startswith(("/", "./")) or pattern.endswith("/"):
+                    raise ValueError("it matches no file; write a path inside the step such as model/*")
             except ValueError as error:
                 raise SettingsError(f'{dotted}."{pattern}" = {text!r}: {error}', key=dotted) from None

@@ -16,6 +16,7 @@ import step_driver
 import trio
 from step_driver import FILES, MARKER, Driver, content, marker, until
 
+from mount.copying import DirectorySource, StoreSource
 from tierfs.checksum import CHUNK_BYTES, FileChecksum, checksum_fd
 from tierfs.errors import (
     CommitRefused,
@@ -29,6 +30,7 @@ from tierfs.errors import (
 )
 from tierfs.hydrate.hydration import Hydration
 from tierfs.hydrate.source import ObjectSource
+from tierfs.objects.file_store import FileStore
 from tierfs.objects.pool import WorkerPool
 from tierfs.persist import index, putting_off
 from tierfs.persist.deletions import Deletions
@@ -176,6 +178,26 @@ async def test_an_import_is_a_commit_beside_objects_that_stay_as_they_are(tmp_pa
         with pytest.raises(StepBusy, match="committed in the object tier already"):
             await read_import(driver, client)
     assert {name: (store / STEP / name).read_bytes() for name in files} == files
+
+
+async def test_files_that_a_node_sent_without_the_rest_are_no_step_to_import(tmp_path: Path, store: Path) -> None:
+    """Its last file says to HF Trainer that a step is whole, and it may well be all that went."""
+    driver = Driver(tmp_path / "ram")
+    step = "run/checkpoint-5"
+    part = store / step / ".tierfs" / "parts" / "n1.json"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"{}")
+    (store / step / "trainer_state.json").write_bytes(b"{}")
+    async with client_of(store) as client:
+        with pytest.raises(CommitRefused, match="only some of its files"):
+            await read_import(driver, client, step)
+        assert (await read_import(driver, client, step, force=True)).marker == "trainer_state.json"
+    sources = DirectorySource(store / step), StoreSource(FileStore("file://", store / step))
+    for source in sources:
+        with pytest.raises(TierfsError, match="only some files"):
+            source.files()
+    (part.parent.parent / "manifest.json").write_bytes(b"{}")
+    assert [[file.inner for file in source.files()] for source in sources] == [["trainer_state.json"]] * 2
 
 
 def lacks_a_file(files: dict[str, bytes]) -> None:

@@ -16,10 +16,10 @@ from test_persist_machine import OneDeath, Trouble, check_markers, has_died
 
 from rig.memory_client import MemoryClient, MemoryStore
 from tierfs.crash_points import ARCHIVE_POINTS
-from tierfs.errors import ObjectUnavailable
+from tierfs.errors import ObjectUnavailable, SettingsError
 from tierfs.persist.archive_rule import Counted, Persisted, pick
 from tierfs.settings import RetentionSettings, Settings
-from tierfs.settings_archive import ArchiveSettings
+from tierfs.settings_archive import ArchiveSettings, check_archive
 
 WIDE = {f"__{rank}_0.distcp": 400 + rank for rank in range(6)}
 
@@ -261,6 +261,34 @@ async def test_a_step_that_is_removed_while_its_copying_fails_is_no_problem_for_
     await node.driver.save("run/step_1", 1)
     await archive_all(node)
     assert archiver.problems() == []
+
+
+async def test_the_object_tier_by_another_name_is_no_archive(tmp_path: Path) -> None:
+    """Each step would look archived there, and retention would delete it."""
+    tier = MemoryStore()
+    config = settings()
+    config.archive = ArchiveSettings(every_steps=1)
+    config.retention = RetentionSettings(object_steps=1)
+    node = Node(tmp_path / "n1", MemoryClient(tier), "n1", config, MemoryClient(tier, copies_from=tier))
+    assert node.archiver is not None
+    archiver = node.archiver
+    async with node.running():
+        for number in (1, 2):
+            await node.driver.save(f"run/step_{number}", number)
+            await node.persister.drain()
+        await until(lambda: "is the object tier itself" in str(archiver.problems()), "status says so")
+        assert "is the object tier itself" in archiver.status()["problem"]
+    assert listed(tier) == ["run/step_1", "run/step_2"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "archive"),
+    [("s3://b/p", "s3://b//p/"), ("s3://b", "s3://b/archive"), ("file:///t/tier", "file:///t/./tier//old")],
+)
+def test_however_it_is_spelt_an_archive_does_not_lie_in_the_object_tier(tier: str, archive: str) -> None:
+    with pytest.raises(SettingsError, match="lie in each other"):
+        check_archive(Settings(object=tier, archive=ArchiveSettings(object=archive, every_steps=1)))
+    check_archive(Settings(object=tier, archive=ArchiveSettings(object=f"{tier}-archive", every_steps=1)))
 
 
 async def test_a_damaged_manifest_in_the_archive_holds_up_nothing(

@@ -334,6 +334,10 @@ def test_a_turn_that_is_none_is_refused(tmp_path: Path, turn: str) -> None:
     path.write_text(f'[namespaces."run*".persist.files]\n"model*" = "{turn}"\n')
     with pytest.raises(SettingsError, match="not a turn; write all"):
         load_settings(path, {}, (), {}, memory_bytes=lambda: 1 << 30)
+    for pattern in ("/model*", "./model*", "model/"):
+        path.write_text(f'[persist.files]\n"{pattern}" = 2\n')
+        with pytest.raises(SettingsError, match="matches no file"):
+            load_settings(path, {}, (), {}, memory_bytes=lambda: 1 << 30)
     path.write_text('[persist.files]\n"model*" = 2\n"*.json" = "all"\n"big" = "1h30min"\n')
     read = load_settings(path, {}, ['persist.files={ big = "off" }'], {}, memory_bytes=lambda: 1 << 30)
     assert read.persist.files == {"model*": "2", "*.json": "all"}

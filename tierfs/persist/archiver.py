@@ -17,14 +17,14 @@ from typing import Any
 
 import trio
 
-from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing, TierfsError
+from tierfs.errors import ObjectCorrupt, ObjectError, ObjectMissing, ObjectStoreMissing, TierfsError
 from tierfs.json_fields import Fields, Wrong
 from tierfs.objects.client import ObjectClient
 from tierfs.persist.archive_copy import ArchiveCopy, OlderThanArchived, SourceChanged
 from tierfs.persist.archive_rule import Counted, Counts, Persisted, pick
 from tierfs.persist.deletions import Deletions
 from tierfs.persist.endpoint import Endpoint
-from tierfs.persist.identity import TierIdentity
+from tierfs.persist.identity import KEY, TierIdentity
 from tierfs.persist.index import ObjectIndex
 from tierfs.persist.layout import manifest_key
 from tierfs.persist.object_manifest import MAX_BYTES, read_manifest
@@ -75,7 +75,9 @@ class Archiver:
         self._client = client
         self._index = index
         self._deletions = deletions
-        self._endpoint = Endpoint(archive, TierIdentity(registry.tier.meta, archive, "archive-id.json"), "the archive")
+        self._identity = TierIdentity(registry.tier.meta, archive, "archive-id.json")
+        self._endpoint = Endpoint(archive, self._identity, "the archive")
+        self._is_another_place = False
         #: The archive is not the reason any more to keep a step of the namespace in the object tier.
         self.settled: Callable[[str], None] = lambda namespace: None
         self._counts = Counts(registry.tier.meta)
@@ -173,6 +175,7 @@ class Archiver:
         """Everything that can be done now; returns in how many seconds to look again."""
         wait_s = LONGEST_WAIT_S
         try:
+            await self._check_place()
             await self._learn_counts()
             self._unknown = ""
         except TierfsError as error:
@@ -184,6 +187,19 @@ class Archiver:
         for key in self.owed():
             wait_s = min(wait_s, await self._try(key))
         return max(wait_s, 0.01)
+
+    async def _check_place(self) -> None:
+        """By a link, or another name of the bucket, it may be the object tier: all would look archived there, and
+        retention would delete it."""
+        if self._is_another_place:
+            return
+        archive, tier = await self._identity.found(), await self._index.identity.found()
+        if archive and archive == tier:
+            raise ObjectStoreMissing(
+                f"{self.archive.url} is the object tier itself, or a copy of it with its {KEY}: nothing is archived. "
+                f"Set archive.object to another place; in a copy, remove that file"
+            )
+        self._is_another_place = bool(archive and tier)
 
     async def _learn_counts(self) -> None:
         """Where the rule begins, of namespaces of which nobody here knows: after the newest step that is archived."""
@@ -287,6 +303,7 @@ class Archiver:
     async def _copy(self, key: Key, record: StepRecord) -> None:
         began, note = time.monotonic(), self._notes[key]
         await self._endpoint.probe_once()
+        await self._check_place()
         copy = ArchiveCopy(
             self.registry,
             self._client,

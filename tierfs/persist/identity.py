@@ -33,7 +33,7 @@ class TierIdentity:
 
     async def check(self) -> None:
         """ObjectStoreMissing where this node used a tier here, and another one or none is there now; ObjectError."""
-        known, found = self._known(), await self._found()
+        known, found = self._known(), await self.found()
         if found and known in ("", found):
             if not known:
                 self._remember(found)
@@ -55,7 +55,8 @@ class TierIdentity:
                 await self._client.put(KEY, body, only_if_absent=True)
             await self.check()
 
-    async def _found(self) -> str:
+    async def found(self) -> str:
+        """The id that lies there now; "" where none does."""
         try:
             data, _ = await self._client.get(KEY, most_bytes=_MOST_BYTES)
             return Fields(json.loads(data), KEY).text("id")

@@ -31,7 +31,7 @@ from tierfs.errors import (
 )
 from tierfs.objects.client import ObjectClient
 from tierfs.objects.store import ObjectInfo
-from tierfs.persist.layout import inner_of, is_own, is_safe, manifest_key, node_key, step_prefix
+from tierfs.persist.layout import inner_of, is_own, is_safe, manifest_key, node_key, part_of, step_prefix
 from tierfs.persist.object_manifest import (
     MAX_BYTES,
     NodeFile,
@@ -44,6 +44,7 @@ from tierfs.persist.object_manifest import (
 )
 from tierfs.persist.reading_back import ReadBack
 from tierfs.persist.reporting import Progress, all_of, reporting
+from tierfs.persist.stored_step import look
 from tierfs.sagemaker.layout import DCP_METADATA, METADATA
 from tierfs.sagemaker.metadata import for_dcp
 from tierfs.steps.completion import judge
@@ -113,6 +114,8 @@ class Importing:
         if where is None or where.inner:
             raise NotAStep(f"{rel} can't be imported: it is no step's directory, such as run1/step_100")
         await self._refuse_known(where, force=force)
+        if not force:
+            await self._refuse_part(where)
         found = Import(where, await self._with_marker(where, await self._list(where)))
         if not found.objects:
             raise NotFound(f"there is no object below {where.step_rel}/ in the object tier {self._client.url}")
@@ -150,6 +153,15 @@ class Importing:
                 return
             raise StepBusy(f"{error.message}; --force imports what lies beside it anew") from None
         raise StepBusy(f"{where.step_rel} is committed in the object tier already; there is nothing to import")
+
+    async def _refuse_part(self, where: StepPath) -> None:
+        """Some frameworks' last file is among few that may well go without the rest."""
+        stored = await look(self._client, self._registry.names, where.namespace, where.step, read=False)
+        if any(part_of(inner) is not None for inner in stored.objects):
+            raise CommitRefused(
+                f"{where.step_rel} can't be imported: a node sent only some of its files there (persist.files). "
+                f"--force imports these as they are"
+            )
 
     def _is_here(self, where: StepPath) -> bool:
         return os.path.lexists(self._registry.root / where.step_rel)
