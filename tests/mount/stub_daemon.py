@@ -54,7 +54,7 @@ class Objects(NoObjectTier):
     def evict(self, record: StepRecord) -> bool:
         return self._hydration.evict(record)
 
-    def may_leave_ram(self, record: StepRecord) -> bool:
+    def may_leave_ram(self, record: StepRecord, *, in_need: bool = False) -> bool:
         return record.is_persisted
 
     async def populate(self, record: StepRecord) -> None:

@@ -18,23 +18,23 @@ from tierfs.ram.tmpfs import is_tmpfs_mount, resize_tmpfs
 T = TypeVar("T")
 #: Beside the bytes themselves: a last page, a directory's, and what a program that writes meanwhile may take.
 _MARGIN_BYTES = 128 << 10
-#: A program that writes at full speed may be faster than we are.
-_TRIES = 5
+#: A program that writes at full speed may be faster than we are: twice the margin each time, 32 MiB at last.
+_TRIES = 9
 
 
 def with_room(path: Path, size_bytes: int, write: Callable[[], T]) -> T:
     """What `write` returns, which writes so many bytes at `path` or leaves all as it was (ENOSPC). With a plain
     directory as the tier, or without root, the error stays."""
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         try:
             return write()
         except OSError as error:
-            if error.errno != errno.ENOSPC or not _widen(path, size_bytes):
+            if error.errno != errno.ENOSPC or not _widen(path, 2 * size_bytes + (_MARGIN_BYTES << attempt)):
                 raise
     return write()
 
 
-def _widen(path: Path, size_bytes: int) -> bool:
+def _widen(path: Path, by_bytes: int) -> bool:
     """False where the limit is not ours."""
     try:
         mount = _mount_of(path)
@@ -42,7 +42,7 @@ def _widen(path: Path, size_bytes: int) -> bool:
             return False
         statistics = os.statvfs(mount)
         used = (statistics.f_blocks - statistics.f_bfree) * statistics.f_frsize
-        resize_tmpfs(mount, max(used, statistics.f_blocks * statistics.f_frsize) + 2 * size_bytes + _MARGIN_BYTES)
+        resize_tmpfs(mount, max(used, statistics.f_blocks * statistics.f_frsize) + by_bytes)
     except OSError:
         return False
     return True
