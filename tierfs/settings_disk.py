@@ -20,7 +20,8 @@ class DiskSettings:
 
     path: Path | None = setting(
         None,
-        "The directory, made where its parent exists: name one below the disk's mount point. Empty is no disk tier.",
+        "The directory, made where its parent exists: name one two below the disk's mount point, so that the parent is "
+        "missing where the disk is not mounted. Empty is no disk tier.",
         kind="path",
     )
     size: int = setting(

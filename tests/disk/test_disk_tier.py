@@ -212,9 +212,84 @@ def test_saves_go_on_when_the_disk_is_full_or_gone_and_it_is_used_again_when_it_
         assert "step_1" in instance.steps("run"), "what is on the disk only is not gone for good"
         with pytest.raises(CommandFailed):
             tierfs("wait", "--level", "disk", "--timeout", "1", instance.mountpoint / "run" / "step_11")
+        assert not (disk / "tier").exists(), "what the disk was mounted on is not written to"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tierfs-test-disk", disk], check=True)
-        wait_on_disk(instance, 11)  # another disk took its place
+        (disk / "tier").mkdir()  # another disk took its place
+        wait_on_disk(instance, 11)
         assert instance.status()["disk"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_disk_that_goes_while_its_steps_are_read_condemns_none_and_fails_no_save(
+    mount_disk: MountDisk, disk: Path
+) -> None:
+    with mount_disk(size="96M") as instance:
+        root, shard = instance.mountpoint / "run", shard_names(1)[0]
+        save_to_disk(instance, 1, 2, 3, 4, 5, 6)
+        away = disk.with_name(f"{disk.name}-away")
+        away.mkdir()
+        (root / "step_1" / shard).read_bytes()  # the larger one of two stubs is in RAM again
+        subprocess.run(["mount", "--make-private", "--bind", disk, away], check=True)
+        try:
+            subprocess.run(["umount", "-l", disk], check=True)
+            with pytest.raises(OSError) as failed:
+                (root / "step_2" / shard).read_bytes()
+            assert failed.value.errno == errno.EIO
+            wait_until(lambda: instance.status()["disk"]["state"] == "away", "a read that fails has it looked at", 3)
+            for number in (7, 8, 9):
+                save(instance, number)
+            subprocess.run(["mount", "--bind", away, disk], check=True)
+            wait_until(lambda: instance.status()["disk"]["state"] == "ok", "it is back", 20)
+            for number in (1, 2, 9):
+                check_step(root / f"step_{number}", number, SIZES)
+            assert "step_2" not in problems(instance)
+        finally:
+            subprocess.run(["umount", "-l", away])
+
+
+def test_where_the_disk_is_missing_latest_names_no_step_of_it(mount_disk: MountDisk, disk: Path) -> None:
+    with mount_disk(size="96M") as instance:
+        save_to_disk(instance, 1, 2)
+        lose_ram(instance)
+        instance.mount()
+        latest = instance.mountpoint / "run" / "latest"
+        assert len(os.listdir(latest)) == 4  # stubs are made
+        kill_keeper_and_daemon(instance)
+        subprocess.run(["umount", "-l", disk], check=True)
+        instance.mount()  # an empty mount point: another disk, so to speak
+        wait_until(lambda: not os.path.lexists(latest), "latest names no step that can't be read")
+        with pytest.raises(OSError) as failed:
+            (instance.mountpoint / "run" / "step_2" / shard_names(1)[0]).read_bytes()
+        assert failed.value.errno == errno.EIO
+        kill_keeper_and_daemon(instance)
+        shutil.rmtree(disk / "tier")
+        disk.rmdir()
+        instance.mount()  # none at all
+        assert instance.status()["disk"]["state"] == "away"
+        save(instance, 3)
+        wait_until(lambda: os.path.lexists(latest) and os.readlink(latest) == "step_3", "a save goes on as ever")
+
+
+def test_a_damaged_copy_is_made_anew_from_ram_and_what_can_not_be_removed_is_in_nobodys_way(
+    mount_disk: MountDisk, disk: Path
+) -> None:
+    with mount_disk(size="128M") as instance:
+        stuck = disk / "tier" / "trash" / "stuck"
+        stuck.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "tierfs-test-stuck", stuck], check=True)
+        try:
+            save_to_disk(instance, 1, 2)
+            wait_until(lambda: "can't be removed" in problems(instance), "it is said")
+        finally:
+            subprocess.run(["umount", "-l", stuck], check=True)
+        with (disk / "tier/steps/run/step_1" / shard_names(1)[0]).open("r+b") as file:
+            file.write(b"other bytes")
+        root = instance.mountpoint / "run"
+        with pytest.raises(CommandFailed, match="has other bytes"):
+            tierfs("verify", "--tier", "disk", root)
+        wait_on_disk(instance, 1)
+        assert "all as sealed" in tierfs("verify", "--tier", "disk", root)
+        assert "step_1" not in problems(instance)
 
 
 def test_every_so_many_th_step_goes_there_and_none_of_some_namespaces(mount_disk: MountDisk, disk: Path) -> None:

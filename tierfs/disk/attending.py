@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import trio
 
@@ -33,11 +34,20 @@ class Attendance:
     def __init__(self, registry: StepRegistry, store: DiskStore, index: DiskIndex, removed: Tombstones) -> None:
         self.shown: Callable[[StepRecord, DiskStep], None] = lambda record, stored: None
         self.opened: Callable[[], None] = lambda: None
+        #: Told of a file that can't be read, though the disk is there.
+        self.unreadable: Callable[[DiskStep, str, str], None] = lambda stored, inner, why: None
         #: Whether the disk's steps are this node's to show, or somebody else says what there is.
         self.shows_steps = True
         self._registry, self._store, self._index, self._removed = registry, store, index, removed
         self._threads = trio.CapacityLimiter(1)
         self._told = ""
+        self._suspects: dict[tuple[Path, str], tuple[DiskStep, str, str]] = {}
+        self._look_now = trio.Event()
+
+    def suspect(self, stored: DiskStep, inner: str, why: str) -> None:
+        """The file could not be read: it is damaged, or the disk is gone. That is looked at now."""
+        self._suspects[stored.directory, inner] = stored, inner, why
+        self._look_now.set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Started once the disk was read, or that takes too long."""
@@ -53,12 +63,16 @@ class Attendance:
 
     async def _attend(self, first: trio.Event) -> None:
         while True:
+            look_now = self._look_now = trio.Event()
+            suspects, self._suspects = self._suspects, {}
             try:
                 if self._index.is_open and not self._index.away:
                     with trio.fail_after(ANSWERS_WITHIN_S):
                         await trio.to_thread.run_sync(
                             self._store.check, self._index.disk_id, limiter=self._threads, abandon_on_cancel=True
                         )
+                    for stored, inner, why in suspects.values():
+                        self.unreadable(stored, inner, why)
                 else:
                     found = await trio.to_thread.run_sync(
                         self._store.open, limiter=self._threads, abandon_on_cancel=True
@@ -70,8 +84,12 @@ class Attendance:
                 self._is_away(f"{self._store.path} does not answer")
             except OSError as error:
                 self._is_away(f"steps of the disk can't be shown: {error.strerror}")
+            except Exception as error:
+                log.exception("the disk can't be read", extra={"tier": "disk"})
+                self._is_away(f"{self._store.path} can't be read: {type(error).__name__}")
             first.set()
-            await trio.sleep(LOOK_EVERY_S)
+            with trio.move_on_after(LOOK_EVERY_S):
+                await look_now.wait()
 
     def _is_away(self, why: str) -> None:
         if self._told != why:
@@ -80,7 +98,11 @@ class Attendance:
         if why != self._index.away:
             self._index.away = why
             self._index.changed_all()
-        for namespace in {stored.key[0] for stored in self._index}:
+        self._update_latest()
+
+    def _update_latest(self) -> None:
+        """Also where only stubs tell of a disk that was never there since this daemon began, or is another one."""
+        for namespace in {key[0] for key in self._registry.records}:
             self._registry.update_latest(namespace)
 
     async def _take(self, found: Found) -> None:
@@ -93,8 +115,7 @@ class Attendance:
         if self._told:
             self._told = ""
             log.info("the disk tier is back", extra={"tier": "disk"})
-        for namespace in {stored.key[0] for stored in found.steps}:
-            self._registry.update_latest(namespace)
+        self._update_latest()
         self.opened()
 
     async def _show(self, found: Found) -> None:

@@ -48,7 +48,8 @@ class NotHere(Exception):
 
 class StepCopy:
     """`old` is what the disk has of the step. Of a step that the catalogue `cluster` has ("" for none) those files are
-    copied that this node holds whole; `version_of` is the version of an inode's bytes there, also of a stub's."""
+    copied that this node holds whole; `version_of` is the version of an inode's bytes there, also of a stub's.
+    `is_there` tells whether `old` is still what the disk has."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class StepCopy:
         is_stub: Callable[[int], bool],
         cluster: str = "",
         version_of: Callable[[int], str | None] = lambda ino: None,
+        is_there: Callable[[DiskStep], bool] = lambda stored: True,
     ) -> None:
         self.local = LocalStep(registry, record, hydrate=_refuse, is_stub=is_stub)
         self.local.is_mine = self._is_whole_here
@@ -70,6 +72,7 @@ class StepCopy:
         self._registry, self._store, self._record, self._old = registry, store, record, old
         self._node, self._bandwidth, self._threads = node, bandwidth, threads
         self._is_stub, self.cluster, self._version_of = is_stub, cluster, version_of
+        self._is_there = is_there
         self._versions: dict[str, str] = {}
         #: By the path inside the step, those of `old` that are as they are now.
         self._linked: dict[str, ObjectFile] = {}
@@ -131,6 +134,8 @@ class StepCopy:
             await all_of((partial(self._copy, incoming, inner) for inner in self._to_copy), at_once=FILES_AT_ONCE)
             self._registry.crash("disk:copied")
             self.local.check()
+            if self._old is not None and not self._is_there(self._old):
+                raise Superseded  # a file of it was found to be damaged, which may be one that was linked
             stored = self._stored(incoming)
             old = await self._in_thread(partial(self._store.commit, stored))
             done = True

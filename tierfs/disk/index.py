@@ -46,7 +46,10 @@ class DiskIndex:
         self._stored_inos: dict[Key, dict[str, int]] = {}
 
     def fill(self, found: Found) -> None:
-        """The disk was read."""
+        """The disk was read. What was said of it before, and could not be noted there, may have been the disk's own
+        trouble: each read is compared with checksums anyway."""
+        self.condemned.clear()
+        self._strikes.clear()
         self._steps = {stored.key: stored for stored in found.steps}
         self._same.clear()
         self._stored_inos.clear()
@@ -97,6 +100,7 @@ class DiskIndex:
         self._by_version.update({version: (stored, inner) for inner, version in stored.versions.items()})
         self.on_change(stored.key)
         self.damaged.pop(stored.directory, None)
+        self.damaged.pop(stored.directory.parent, None)
         self.condemned = [each for each in self.condemned if each != stored.directory]
         self.registry.clear_problems(_path(stored))
 
@@ -131,8 +135,12 @@ class DiskIndex:
 
     def holds(self, record: StepRecord) -> bool:
         """The disk has all of the complete step as it is now, and can be read."""
+        return not self.away and self.knows(record)
+
+    def knows(self, record: StepRecord) -> bool:
+        """The same as far as is known while the disk is away."""
         stored = self._steps.get(record.key)
-        if stored is None or self.away or not record.is_complete:
+        if stored is None or not record.is_complete:
             return False
         local = record.manifest
         if self.registry.is_shared(record):
@@ -153,9 +161,9 @@ class DiskIndex:
         return is_same
 
     def holds_file(self, record: StepRecord, inner: str, entry: FileEntry) -> bool:
-        """The same of one file."""
+        """The disk has the file as it is now, also while it is away."""
         stored = self._steps.get(record.key)
-        if stored is None or self.away:
+        if stored is None:
             return False
         if self.registry.is_shared(record):
             return self._has_version(stored, inner, entry)

@@ -6,6 +6,7 @@ fails is tried again later and said.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -46,6 +47,8 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 #: A step that has no room is looked at again after so long: others may have removed something from the disk.
 ROOM_AGAIN_S = 30.0
+#: So is what can't be removed.
+TIDY_AGAIN_S = 30.0
 #: Part of the file system that is left to others.
 RESERVE_SHARE = 20
 
@@ -70,6 +73,8 @@ class Keeping:
         self.refused: dict[Key, Refusal] = {}
         #: "" or how the disk failed last; nobody waits for it until it works again.
         self.trouble = ""
+        #: "" or why something can't be taken off the disk.
+        self.untidy = ""
         self.written_bytes = 0
         self.removed = Tombstones(registry.tier.meta)
         self.is_gone: Callable[[DiskStep], bool] = lambda stored: True
@@ -95,6 +100,7 @@ class Keeping:
         self._news = trio.Event()
         self._is_draining = False
         self._to_discard: list[Path] = []
+        self._tidy_again = 0.0
         #: An earlier daemon, or a copy that was broken off, may have left something there.
         self._is_trash_left = True
         self._gone: set[Key] = set()
@@ -122,6 +128,11 @@ class Keeping:
         if self._running is not None and self._running[0] == key:
             self._running[2].cancel()
         self.look_again()
+
+    def disk_was_read(self) -> None:
+        """What was to be taken off the disk, and is there again, is known again: it goes if it has to, as all do."""
+        self._to_discard.clear()
+        self._is_trash_left = True
 
     def look_again(self) -> None:
         self._wake.set()
@@ -177,10 +188,7 @@ class Keeping:
         self.before_round()
         self._drop_gone()
         self._drop_surplus()
-        try:
-            await self._discard()
-        except OSError as error:
-            self._failed(f"what is not needed can't be removed: {error.strerror}")
+        await self._tidy()
         if (wait_s := self._next_try - time.monotonic()) > 0:
             return min(wait_s, REST_S)
         wait_s = REST_S
@@ -218,6 +226,7 @@ class Keeping:
             is_stub=self._is_stub,
             cluster=self.cluster_of(record),
             version_of=self.index.version_of,
+            is_there=lambda stored: self.index.readable(*key) is stored,
         )
         scope = trio.CancelScope()
         self._running = key, copy, scope
@@ -321,6 +330,8 @@ class Keeping:
         lacking = needed - await self._free_bytes()
         if lacking > 0:
             for directory, (_, size) in list(self.index.damaged.items()):
+                if not size:
+                    continue  # it frees nothing, or nobody knows what it is
                 del self.index.damaged[directory]
                 self._to_discard.append(directory)
                 lacking -= size
@@ -328,7 +339,7 @@ class Keeping:
             chosen = choose_for_room(facts, lacking, completed_at=completed_at)
             for fact in chosen or ():
                 self._drop((fact.namespace, fact.step), "newer steps need the room")
-            await self._discard()
+            await self._tidy()
             lacking = needed - await self._free_bytes()
         if lacking <= 0:
             return True
@@ -362,6 +373,8 @@ class Keeping:
             return False
         if not self._has_stubs(record) or record.is_persisted:
             return True
+        if not record.is_complete:
+            return False  # a file of it is just being written anew, the others' bytes are here
         # Its bytes are here only: not while a program reads them, nor before the object tier has what it is owed.
         if self.registry.is_shared(record) and not self.can_retire():
             return False
@@ -411,16 +424,39 @@ class Keeping:
         if record is not None and record.is_complete and self._has_stubs(record) and not record.is_persisted:
             self.on_dropped(record)
 
+    async def _tidy(self) -> None:
+        """Take what was dropped off the disk. What can't be removed is not in the way of what can be copied."""
+        if time.monotonic() < self._tidy_again:
+            return
+        try:
+            await self._discard()
+            self.untidy = ""
+        except OSError as error:
+            self._tidy_again = time.monotonic() + TIDY_AGAIN_S
+            message = f"what is not needed can't be removed from the disk: {error.strerror}"
+            if message != self.untidy:
+                log.warning("%s", message, extra={"tier": "disk", "file": str(error.filename or "")})
+            self.untidy = message
+
     async def _discard(self) -> None:
-        """Take what was dropped off the disk. OSError."""
-        if self.index.condemned:
-            condemned, self.index.condemned = self.index.condemned, []
-            for directory in condemned:
-                await self._in_thread(partial(self.store.condemn, directory))
+        """OSError."""
+        while self.index.condemned:
+            directory = self.index.condemned[-1]
+            await self._in_thread(partial(self.store.condemn, directory))
+            with contextlib.suppress(ValueError):  # it was copied anew meanwhile
+                self.index.condemned.remove(directory)
         if self._to_discard or self._is_trash_left:
-            while self._to_discard:
-                await self._in_thread(partial(self.store.discard, self._to_discard[-1]))
-                self._to_discard.pop()
+            failed: OSError | None = None
+            for directory in list(self._to_discard):
+                try:
+                    await self._in_thread(partial(self.store.discard, directory))
+                except OSError as error:
+                    failed = error
+                    continue
+                with contextlib.suppress(ValueError):  # the disk was read anew meanwhile
+                    self._to_discard.remove(directory)
+            if failed is not None:
+                raise failed
             for key in [key for key in self._gone if self.index.get(key) is None]:
                 self.removed.clear(key)
             self._gone.clear()

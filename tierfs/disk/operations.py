@@ -86,8 +86,7 @@ class DiskOperations:
                     done["bytes"] += file.size_bytes
                     if reason:
                         bad.append({"path": f"{'/'.join(each.key)}/{inner}", "reason": reason})
-                        self._tier.index.failed(each, inner, reason, at_once=True)
-                        self._tier.keeping.look_again()
+                        self._tier.damaged(each, inner, reason)
                         break
 
         await reporting(verify, lambda: {**done, "bytes_total": total}, progress)

@@ -19,12 +19,13 @@ import logging
 import os
 import stat
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from tierfs.disk.direct_io import sync_directory
+from tierfs.disk.direct_io import sum_range, sync_directory
 from tierfs.disk.disk_step import MAX_BYTES, DiskStep, from_bytes, to_bytes
-from tierfs.errors import DiskError
+from tierfs.errors import DiskError, PathRefused
 from tierfs.json_fields import Fields, Wrong, refuse_constant
 from tierfs.persist.layout import MANIFEST, OWN
 from tierfs.ram import syscalls
@@ -53,6 +54,7 @@ class DiskStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
+        self._was_open = False
 
     # --- opening
 
@@ -62,20 +64,25 @@ class DiskStore:
         DiskError with the reason where it can't be used.
         """
         try:
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            if not self._was_open:
+                self.path.mkdir(mode=0o700, exist_ok=True)
+            elif not self.path.is_dir():  # not made on whatever the disk was mounted on
+                raise DiskError(f"{self.path} is not there any more; make it if another disk is to take its place")
             for name in ("steps", "incoming", "trash"):
-                (self.path / name).mkdir(mode=0o700, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    (self.path / name).mkdir(mode=0o700)
+                _check_directory(self.path / name)
             self._lock()
             found = Found(self._identity())
             for left in (self.path / "incoming").iterdir():
                 left.rename(self._trash())
             for namespace in sorted((self.path / "steps").iterdir()):
-                for directory in sorted(namespace.iterdir()):
-                    self._look_at(directory, found)
+                self._look_into(namespace, found)
         except FileNotFoundError as error:
             raise DiskError(f"{error.filename} is not there; disk.path is made where its parent exists") from None
         except OSError as error:
             raise DiskError(f"{self.path} can't be used: {error.strerror or error}") from None
+        self._was_open = True
         return found
 
     def close(self) -> None:
@@ -87,6 +94,7 @@ class DiskStore:
         """The disk that was opened is still there. DiskError."""
         try:
             found = self._read_identity()
+            sum_range(self.path / IDENTITY, 0, 1)  # from the disk itself, where memory has it still
         except OSError as error:
             raise DiskError(f"{self.path} can't be read: {error.strerror}") from None
         if found != disk_id:
@@ -103,10 +111,13 @@ class DiskStore:
             raise DiskError(f"{self.path} is used by another instance; give each a disk.path of its own") from None
 
     def _identity(self) -> str:
+        """What power failure left of it is no reason to hide the steps: the disk gets a new one."""
         try:
             return self._read_identity()
         except FileNotFoundError:
             pass
+        except _IdentityDamaged as error:
+            log.warning("%s; the disk gets a new id", error, extra={"tier": "disk"})
         made = uuid.uuid4().hex
         write_whole(self.path / IDENTITY, json.dumps({"version": 1, "id": made}).encode("ascii"))
         _sync_file(self.path / IDENTITY)
@@ -114,41 +125,57 @@ class DiskStore:
         return made
 
     def _read_identity(self) -> str:
-        data = (self.path / IDENTITY).read_bytes()
+        data = _read_regular(self.path / IDENTITY, 4096)
         try:
             fields = Fields(json.loads(data, parse_constant=refuse_constant), IDENTITY)
             version, found = fields.integer("version"), fields.text("id")
             fields.end()
         except (ValueError, RecursionError, Wrong) as error:
-            raise DiskError(f"{self.path / IDENTITY} is damaged: {error}") from None
+            raise _IdentityDamaged(f"{self.path / IDENTITY} is damaged: {error}") from None
         if version != 1 or not found:
             raise DiskError(f"{self.path / IDENTITY} is of another version of this program")
         return found
 
+    def _look_into(self, namespace: Path, found: Found) -> None:
+        """What is no namespace of ours, or can't be read, does not hide the others."""
+        try:
+            _check_directory(namespace)
+            directories = sorted(namespace.iterdir())
+        except OSError as error:
+            found.damaged[namespace] = (f"{namespace} can't be read: {error.strerror}", 0)
+            return
+        except DiskError as error:
+            found.damaged[namespace] = (error.message, 0)
+            return
+        for directory in directories:
+            self._look_at(directory, found)
+
     def _look_at(self, directory: Path, found: Found) -> None:
         try:
+            _check_directory(directory)
             stored = self.read(directory)
+            for above in _directories_in(stored.step.files):
+                _check_directory(directory / above)
             for inner, file in stored.step.files.items():
                 info = (directory / inner).lstat()
                 if not stat.S_ISREG(info.st_mode) or info.st_size != file.size_bytes:
                     raise DiskError(f"{directory / inner} is not the file of {file.size_bytes} bytes that was stored")
             found.steps.append(stored)
         except FileNotFoundError as error:
-            is_known = (directory / DAMAGED).exists()
+            is_known = os.path.lexists(directory / DAMAGED)
             why = f"{directory} was found to be damaged" if is_known else f"{error.filename} is missing"
             found.damaged[directory] = (why, _bytes_below(directory))
         except DiskError as error:
             found.damaged[directory] = (error.message, _bytes_below(directory))
         except OSError as error:
             found.damaged[directory] = (f"{directory} can't be read: {error.strerror}", 0)
+        except PathRefused as error:
+            found.damaged[directory] = (f"the manifest in {directory} is damaged: {error.message}", 0)
 
     def read(self, directory: Path) -> DiskStep:
-        """DiskError, OSError."""
-        with open(directory / MANIFEST, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise DiskError(f"the manifest in {directory} is larger than {MAX_BYTES} bytes")
-        stored = from_bytes(data, directory)
+        """DiskError, PathRefused, OSError."""
+        _check_directory(directory / OWN)
+        stored = from_bytes(_read_regular(directory / MANIFEST, MAX_BYTES), directory)
         if self.place(stored.key) != directory:
             raise DiskError(f"{directory} holds {'/'.join(stored.key)}, which belongs elsewhere")
         return stored
@@ -173,9 +200,7 @@ class DiskStore:
         _sync_file(incoming / MANIFEST)
         for directory, _, _ in os.walk(incoming, topdown=False):
             sync_directory(Path(directory))
-        if not place.parent.is_dir():
-            place.parent.mkdir(mode=0o700)
-            sync_directory(place.parent.parent)
+        self._make_namespace(place.parent)
         old: Path | None = None
         try:
             syscalls.exchange(syscalls.AT_FDCWD, str(place), incoming)
@@ -185,6 +210,18 @@ class DiskStore:
         sync_directory(place.parent)
         return old
 
+    def _make_namespace(self, directory: Path) -> None:
+        try:
+            _check_directory(directory)
+        except FileNotFoundError:
+            pass
+        except DiskError:  # somebody's file or link, which is in the way of every step
+            directory.rename(self._trash())
+        else:
+            return
+        directory.mkdir(mode=0o700)
+        sync_directory(directory.parent)
+
     def discard(self, directory: Path) -> None:
         """Take it out of sight for good; `empty_trash` frees it. OSError; gone already is fine."""
         parent = directory.parent
@@ -192,7 +229,7 @@ class DiskStore:
             directory.rename(self._trash())
             sync_directory(parent)
         with contextlib.suppress(OSError):
-            if parent != self.path / "incoming":
+            if parent.parent == self.path / "steps":
                 parent.rmdir()  # the last step of a namespace
 
     def condemn(self, directory: Path) -> None:
@@ -202,9 +239,15 @@ class DiskStore:
             sync_directory(directory / OWN)
 
     def empty_trash(self) -> None:
-        """OSError."""
+        """OSError, once all that can be removed is."""
+        failed: OSError | None = None
         for left in (self.path / "trash").iterdir():
-            remove_tree(left)
+            try:
+                remove_tree(left)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def free_bytes(self) -> tuple[int, int]:
         """What the file system has left, and its size. OSError."""
@@ -213,6 +256,35 @@ class DiskStore:
 
     def _trash(self) -> Path:
         return self.path / "trash" / uuid.uuid4().hex
+
+
+class _IdentityDamaged(DiskError):
+    pass
+
+
+def _check_directory(path: Path) -> None:
+    """Nothing that is followed leads out of the disk's own directory. DiskError for a link or a file, OSError."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise DiskError(f"{path} is no directory")
+
+
+def _directories_in(names: Iterable[str]) -> list[str]:
+    """The directories that the files lie in, those above first."""
+    found = {above.as_posix() for name in names for above in PurePosixPath(name).parents}
+    return sorted(found - {"."})
+
+
+def _read_regular(path: Path, most: int) -> bytes:
+    """All of a file that has to be an ordinary one: a pipe would never end. DiskError, OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DiskError(f"{path} is no ordinary file")
+    with open(fd, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DiskError(f"{path} is larger than {most} bytes")
+    return data
 
 
 def _sync_file(path: Path) -> None:
@@ -225,6 +297,8 @@ def _sync_file(path: Path) -> None:
 
 def _bytes_below(top: Path) -> int:
     total = 0
+    if top.is_symlink():
+        return total
     for directory, _, names in os.walk(top):
         for name in names:
             with contextlib.suppress(OSError):

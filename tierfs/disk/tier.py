@@ -18,6 +18,7 @@ from tierfs.disk.store import DiskStore
 from tierfs.errors import DiskError, TierfsError
 from tierfs.hydrate.hydration import Hydration
 from tierfs.persist.object_manifest import ObjectManifest
+from tierfs.steps.manifest import FileEntry
 from tierfs.steps.object_tier import ObjectTier
 from tierfs.steps.record import StepRecord
 from tierfs.steps.registry import StepRegistry
@@ -43,13 +44,14 @@ class DiskTier:
         self._runs_hydration = hydration is None
         self.hydration = hydration or Hydration(registry, self.source)
         self.hydration.tier_of = self.source.tier_of
-        self.hydration.is_on_disk = self.index.holds_file
+        self.hydration.is_on_disk = self._holds_file
         self.keeping = Keeping(registry, self.store, self.index, node=node, is_stub=self.hydration.is_stub)
         self.keeping.on_dropped = self._lost
         self.index.is_stub = self.hydration.is_stub
         self.attendance = Attendance(registry, self.store, self.index, self.keeping.removed)
         self.attendance.shown = self._shown
         self.attendance.opened = self._opened
+        self.attendance.unreadable = self.damaged
         self._below: ObjectTier | None = None
         self._to_owe: list[tuple[StepRecord, str]] = []
         self._manifest_below: Callable[[str, str], Awaitable[ObjectManifest]] | None = None
@@ -129,15 +131,24 @@ class DiskTier:
         return self.hydration.is_stub(ino)
 
     def on_disk(self, record: StepRecord) -> bool:
-        return self.index.holds(record)
+        return self.index.holds(record) or self._waits_for_disk(record)
+
+    def _waits_for_disk(self, record: StepRecord) -> bool:
+        """It can't be read before the disk is back, and then it is there: RAM need not hold what it has of it."""
+        return bool(self.index.away) and self._has_stubs(record) and self.index.knows(record)
+
+    def _holds_file(self, record: StepRecord, inner: str, entry: FileEntry) -> bool:
+        return (not self.index.away or self._waits_for_disk(record)) and self.index.holds_file(record, inner, entry)
 
     def may_come_back(self, key: tuple[str, str]) -> bool:
         return self.index.get(key) is not None
 
     def is_readable(self, record: StepRecord) -> bool:
         """What RAM lacks of it is on the disk, or elsewhere."""
-        if record.is_persisted or self.registry.is_shared(record) or not self.index.is_open:
+        if record.is_persisted or self.registry.is_shared(record):
             return True
+        if not (self.index.is_open or self.index.away):
+            return True  # it is just being read
         return self.index.holds(record) or not self._has_stubs(record)
 
     def _has_stubs(self, record: StepRecord) -> bool:
@@ -150,7 +161,7 @@ class DiskTier:
         if self.index.holds(record):
             return True
         if not record.is_persisted and not self.registry.is_shared(record) and self._has_stubs(record):
-            return False  # of a disk that is away: it is not to be gone for the little that RAM has of it
+            return self._waits_for_disk(record)  # not to be gone for the little that RAM has of it
         return self.below.may_leave_ram(record, in_need=in_need) and (in_need or not self.keeping.is_awaited(record))
 
     def ram_bytes(self, record: StepRecord) -> int:
@@ -218,7 +229,23 @@ class DiskTier:
     # --- what happens on the disk
 
     def _failed(self, stored: DiskStep, inner: str, why: str) -> None:
-        self.index.failed(stored, inner, why, at_once=why.startswith("can't"))
+        if why.startswith("can't"):
+            self.attendance.suspect(stored, inner, why)  # the file is to blame only where the disk is there
+            return
+        self.index.failed(stored, inner, why, at_once=False)
+        self._owe_anew(stored)
+
+    def damaged(self, stored: DiskStep, inner: str, why: str) -> None:
+        """Reading it all found so."""
+        self.index.failed(stored, inner, why, at_once=True)
+        self._owe_anew(stored)
+
+    def _owe_anew(self, stored: DiskStep) -> None:
+        """What was lost on the disk goes there again where RAM has it all."""
+        record = self.registry.records.get(stored.key)
+        is_lost = record is not None and record.is_complete and self.index.get(stored.key) is None
+        if is_lost and record is not None and (self.registry.is_shared(record) or not self._has_stubs(record)):
+            self.keeping.owe(record)
         self.keeping.look_again()
 
     def _shown(self, record: StepRecord, stored: DiskStep) -> None:
@@ -228,6 +255,7 @@ class DiskTier:
 
     def _opened(self) -> None:
         """What is complete, and was not copied before an earlier daemon ended."""
+        self.keeping.disk_was_read()
         for record in self.registry.records.values():
             is_here = record.manifest.populated or self.registry.is_shared(record)
             if record.is_complete and is_here and not self.index.holds(record):
@@ -287,6 +315,8 @@ class DiskTier:
             found.append(_problem("error", f"the disk tier can't be used: {self.index.away}"))
         elif self.keeping.trouble:
             found.append(_problem("error", f"the disk tier fails, and is tried again: {self.keeping.trouble}"))
+        if self.keeping.untidy and not self.index.away:
+            found.append(_problem("warning", self.keeping.untidy, str(self.store.path)))
         for directory, (why, _) in self.index.damaged.items():
             if directory.is_relative_to(self.store.path):
                 found.append(_problem("warning", f"a step on the disk is damaged and not shown: {why}", str(directory)))

@@ -135,7 +135,7 @@ def safe_relative(path: str) -> str:
 
 
 def _bounded(name: str, whole: str) -> None:
-    if 4 * len(name) <= NAME_BYTES:
+    if 4 * len(name) <= NAME_BYTES and name.isascii():
         return
     try:
         size = len(name.encode("utf-8", "surrogateescape"))
