@@ -42,8 +42,10 @@ def keep(
     With `replace` an instance that is mounted already is taken from its keeper; with `stays` this process waits to be
     told to stop after another one has taken it. `on_ready` is called again when the mount was taken back.
     """
-    connection = take_from_keeper(instance) if replace and is_running(instance) else -1
-    settings = settings_from_json((instance.next_settings if connection >= 0 else instance.settings).read_text())
+    takes = replace and is_running(instance)
+    # Before anything is taken: who replaces it at the same time removes the file.
+    settings = settings_from_json((instance.next_settings if takes else instance.settings).read_text())
+    connection = take_from_keeper(instance) if takes else -1
     while True:
         lock = lock_keeper(instance)
         try:

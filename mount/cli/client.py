@@ -99,7 +99,7 @@ def request(
 
 
 def _ask(found: Instance, line: bytes, patience: _Patience) -> Any:
-    with _connect(found) as connection:
+    with _connect(found, patience.deadline) as connection:
         connection.settimeout(patience.silence_s)
         try:
             connection.sendall(line)
@@ -138,8 +138,10 @@ def choose_instance(target: str | None) -> Instance:
     raise InstanceError(f"several instances are mounted, name one: {names}")
 
 
-def _connect(instance: Instance) -> socket.socket:
+def _connect(instance: Instance, ends: float | None) -> socket.socket:
     deadline = time.monotonic() + _CONNECT_WITHIN_S
+    if ends is not None:
+        deadline = min(deadline, ends)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:

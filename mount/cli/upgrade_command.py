@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from mount.runtime import Instance
 
+#: A daemon that does not say its version in this time is exchanged.
+_TELLS_WITHIN_S = 2.0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -17,7 +20,7 @@ class Outcome:
 
     name: str
     mountpoint: str
-    outcome: Literal["upgraded", "current", "would upgrade", "failed"]
+    outcome: Literal["upgraded", "current", "would upgrade", "failed", "not mounted"]
     before: str
     after: str
     error: str = ""
@@ -32,7 +35,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "Where the new version does not come to serve, the old keeper takes the instance back.",
         epilog="examples:\n  pip install --upgrade tierfs && tierfs upgrade    every instance of this user\n"
         "  tierfs upgrade /ckpt --force                       also where it runs this version: new processes\n\n"
-        "exit codes: 0 all run this version, 1 one failed and goes on as it was, 4 not mounted\n"
+        "exit codes: 0 all run this version, 1 one failed (it says whether it goes on), 4 one is not mounted\n"
         "To change settings as well: `tierfs mount --replace`. On Kubernetes an image brings the version: see\n"
         "docs/deploy-kubernetes.md. A kernel before 6.9 can't do it: unmount, then mount.",
     )
@@ -52,6 +55,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def run_upgrade(args: argparse.Namespace) -> int:
     from mount.cli.tables import print_json
     from mount.runtime import all_instances, find_instance, is_running
+    from tierfs.errors import InstanceError
 
     chosen = [find_instance(target) for target in args.targets]
     if not args.targets:
@@ -61,24 +65,33 @@ def run_upgrade(args: argparse.Namespace) -> int:
     outcomes = []
     for instance in chosen:
         outcome = _upgrade(instance, args)
+        if outcome.outcome == "not mounted" and not args.targets:
+            continue  # it was unmounted meanwhile
         outcomes.append(outcome)
         if not args.json:
             stream = sys.stderr if outcome.error else sys.stdout
             print(_line(outcome), file=stream, flush=True)
     if args.json:
         print_json([asdict(outcome) for outcome in outcomes])
-    return 1 if any(outcome.error for outcome in outcomes) else 0
+    if any(outcome.outcome == "failed" for outcome in outcomes):
+        return 1
+    return InstanceError.exit_code if any(outcome.error for outcome in outcomes) else 0
 
 
 def _upgrade(instance: Instance, args: argparse.Namespace) -> Outcome:
     """One after the other, and each whatever became of the one before."""
     from mount.launch import LaunchFailed, prepare_upgrade, start_detached
-    from mount.runtime import read_record
+    from mount.replacing import has_spare
+    from mount.runtime import is_running, read_record
     from tierfs import __version__
     from tierfs.errors import InstanceError, TierfsError
 
     record = read_record(instance)
     mountpoint = record.mountpoint if record is not None else ""
+    if not is_running(instance):
+        return Outcome(
+            instance.name, mountpoint, "not mounted", "", "", "it is not mounted: mount it with `tierfs mount`"
+        )
     before = _version(instance)
     if before == __version__ and not args.force:
         return Outcome(instance.name, mountpoint, "current", before, before)
@@ -86,11 +99,16 @@ def _upgrade(instance: Instance, args: argparse.Namespace) -> Outcome:
         return Outcome(instance.name, mountpoint, "would upgrade", before, __version__)
     try:
         start_detached(prepare_upgrade(instance), timeout_s=args.timeout, daemon_module=args.daemon_module)
-    except InstanceError:
-        raise
-    except TierfsError as error:
+    except InstanceError as error:
+        return Outcome(instance.name, mountpoint, "not mounted", before, "", error.message)
+    except (TierfsError, OSError) as error:
+        goes_on = is_running(instance) or has_spare(instance)
+        message = error.message if isinstance(error, TierfsError) else str(error)
+        what = "goes on as it was" if goes_on else "and is not mounted any more"
         tail = f"\n{error.log_tail}" if isinstance(error, LaunchFailed) and error.log_tail else ""
-        return Outcome(instance.name, mountpoint, "failed", before, before, error.message + tail)
+        return Outcome(
+            instance.name, mountpoint, "failed", before, before if goes_on else "", f"{what}: {message}{tail}"
+        )
     return Outcome(instance.name, mountpoint, "upgraded", before, __version__)
 
 
@@ -99,7 +117,7 @@ def _version(instance: Instance) -> str:
     from tierfs.errors import TierfsError
 
     try:
-        return str(request(instance, "status")["version"])
+        return str(request(instance, "status", timeout_s=_TELLS_WITHIN_S, within_s=_TELLS_WITHIN_S)["version"])
     except (TierfsError, KeyError):
         return ""  # of a daemon that hangs, or is just being started again
 
@@ -109,5 +127,7 @@ def _line(outcome: Outcome) -> str:
     if outcome.outcome == "current":
         return f"{place}: runs {outcome.before} already"
     if outcome.outcome == "failed":
-        return f"{place}: not upgraded, goes on as it was: {outcome.error}"
+        return f"{place}: not upgraded, {outcome.error}"
+    if outcome.outcome == "not mounted":
+        return f"{place}: {outcome.error}"
     return f"{place}: {outcome.outcome}, {outcome.before or 'unknown version'} -> {outcome.after}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -68,3 +69,37 @@ def test_a_real_mount_is_upgraded_while_a_file_is_written() -> None:
         assert shard.read_bytes() == b"before and after"
         assert daemon.wait(10) and real.daemon.pid != daemon.pid
         assert tierfs("umount", "--discard", real.place).returncode == 0
+
+
+def test_each_instance_is_upgraded_whatever_became_of_the_one_before(stub: Rig) -> None:
+    stub.mount()
+    with rig(STUB) as unmounted, rig(STUB) as broken:
+        unmounted.mount()
+        for process in (unmounted.keeper, unmounted.daemon):
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(10)
+        broken.mount()
+        broken.instance.settings.unlink()
+        asked = ["upgrade", unmounted.place, broken.place, stub.place, "--json", "--daemon-module", STUB]
+        for dry, outcomes in (
+            (["--dry-run"], ["not mounted", "would upgrade", "would upgrade"]),
+            ([], ["not mounted", "failed", "upgraded"]),
+        ):
+            done = tierfs(*asked, *dry)
+            told = json.loads(done.stdout)
+            assert [each["outcome"] for each in told] == outcomes, done.stderr
+            assert done.returncode == (4 if dry else 1)
+        assert "goes on as it was" in told[1]["error"] and "settings" in told[1]["error"]
+        assert broken.starts == ["fresh"] and stub.starts == ["fresh", "takeover"]
+
+
+def test_who_has_no_keeper_that_takes_it_back_is_not_said_to_go_on(stub: Rig) -> None:
+    stub.mount()
+    keeper = stub.keeper
+    keeper.send_signal(signal.SIGKILL)
+    assert keeper.wait(10)
+    done = tierfs("upgrade", stub.place, "--daemon-module", "tests.deploy.no_such_daemon")
+    assert done.returncode == 1, done.stdout
+    is_there = is_running(stub.instance)
+    assert ("goes on as it was" in done.stderr) == is_there, done.stderr + stub.log()
+    assert ("is not mounted any more" in done.stderr) != is_there
