@@ -92,6 +92,7 @@ def test_prefetch_brings_the_files_that_a_rank_will_load(nodes: Cluster, run: st
     check_everywhere([reader], step, 1, SIZES)
 
 
+@pytest.mark.slow
 def test_what_a_command_removes_is_removed_everywhere(nodes: Cluster, run: str) -> None:
     for number in (1, 2):
         write_step(nodes[0].mountpoint / run / f"step_{number}", number, [300_000])

@@ -61,6 +61,7 @@ def test_a_lost_node_costs_no_step_and_the_one_in_its_place_has_all(
     tierfs("wait", lost.mountpoint / run / "step_3", "--level", "replica", "--timeout", "20")
 
 
+@pytest.mark.slow
 def test_one_node_after_the_other_may_be_lost_until_one_is_left(nodes: Cluster, run: str, dice: random.Random) -> None:
     for seed in (1, 2):
         write_together(nodes.nodes, f"{run}/step_{seed}", seed, SIZES)
@@ -77,6 +78,7 @@ def test_one_node_after_the_other_may_be_lost_until_one_is_left(nodes: Cluster, 
         soon(lambda lost=lost: lost.node_id not in nodes.members(), "the lost node is no member", within_s=BOUND_S)
 
 
+@pytest.mark.slow
 def test_one_node_of_each_group_may_be_lost_at_once(nodes: Cluster, run: str, dice: random.Random) -> None:
     write_together(nodes.nodes, f"{run}/step_1", 1, SIZES)
     wait_replicated(nodes.nodes, f"{run}/step_1")
@@ -115,6 +117,7 @@ def test_copies_go_to_other_failure_domains_and_come_while_a_shard_is_written(no
     check_everywhere(nodes.nodes, f"{run}/step_1", 1, [64 * MIB])
 
 
+@pytest.mark.slow
 def test_a_step_that_lost_its_last_copy_is_not_latest_and_fails_to_load(nodes: Cluster, run: str) -> None:
     """A copy is never made of what was lost before it could be: latest steps back to what every node can read."""
     write_together(nodes.nodes, f"{run}/step_1", 1, SIZES)
@@ -160,6 +163,7 @@ def test_a_damaged_copy_is_never_given_out(nodes: Cluster, run: str) -> None:
         print(f"no whole copy was left: {error}")
 
 
+@pytest.mark.slow
 def test_a_reader_is_served_while_the_holder_it_asks_stalls(nodes: Cluster, run: str) -> None:
     step = f"{run}/step_1"
     write_step(nodes[0].mountpoint / step, 1, SIZES)

@@ -71,6 +71,7 @@ def test_a_real_mount_is_upgraded_while_a_file_is_written() -> None:
         assert tierfs("umount", "--discard", real.place).returncode == 0
 
 
+@pytest.mark.slow
 def test_each_instance_is_upgraded_whatever_became_of_the_one_before(stub: Rig) -> None:
     stub.mount()
     with rig(STUB) as unmounted, rig(STUB) as broken:

@@ -161,6 +161,7 @@ def test_an_overwrite_replaces_the_copy_at_once_and_an_unfinished_one_never_does
         check_step(step, 7, SIZES)
 
 
+@pytest.mark.slow
 def test_the_oldest_leave_a_full_disk_and_the_newest_and_the_pinned_stay(mount_disk: MountDisk, disk: Path) -> None:
     with mount_disk(size="96M", disk_size="100M") as instance:
         save_to_disk(instance, 1, namespace="other")
@@ -188,6 +189,7 @@ def test_the_oldest_leave_a_full_disk_and_the_newest_and_the_pinned_stay(mount_d
         check_step(instance.mountpoint / "run" / "step_5", 5, SIZES)
 
 
+@pytest.mark.slow
 def test_saves_go_on_when_the_disk_is_full_or_gone_and_it_is_used_again_when_it_is_back(
     mount_disk: MountDisk, disk: Path
 ) -> None:
@@ -247,6 +249,7 @@ def test_a_disk_that_goes_while_its_steps_are_read_condemns_none_and_fails_no_sa
             subprocess.run(["umount", "-l", away])
 
 
+@pytest.mark.slow
 def test_where_the_disk_is_missing_latest_names_no_step_of_it(mount_disk: MountDisk, disk: Path) -> None:
     with mount_disk(size="96M") as instance:
         save_to_disk(instance, 1, 2)
@@ -325,6 +328,7 @@ def test_killed_at_any_point_of_a_copy_the_next_daemon_finishes_it(
         check_step(step, 1, SIZES)
 
 
+@pytest.mark.slow
 def test_with_an_object_tier_what_it_is_owed_is_sent_from_the_disk_after_a_reboot(
     mount_disk: MountDisk, disk: Path, scratch: Path
 ) -> None:
