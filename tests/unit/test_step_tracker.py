@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import trio
 import trio.testing
 from step_driver import FILES, MARKER, Driver, Program, content, marker, until
 
+from tierfs.checksum import ChecksumStopped
 from tierfs.crash_points import POINTS, CrashPoints
 from tierfs.errors import CommitRefused, NotAStep, NotFound, PathRefused, SettingsError, StepBusy, TierfsError
 from tierfs.settings import Settings
@@ -907,6 +909,26 @@ async def test_a_changed_file_gets_no_checksum_of_what_it_was(driver: Driver) ->
         await until(lambda: not any(driver.registry.to_checksum.values()), "nothing is waiting")
         await trio.testing.wait_all_tasks_blocked(0.05)
     assert driver.record(STEP).manifest.files["a"].checksum is None
+
+
+async def test_a_step_that_is_evicted_is_not_held_in_ram_by_its_checksum(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def sum_slowly(fd: int, *, should_stop: Callable[[], bool]) -> None:
+        begun.set()
+        while not should_stop():
+            over.wait(0.01)
+        over.set()
+        raise ChecksumStopped
+
+    monkeypatch.setattr(upkeep, "checksum_fd", sum_slowly)
+    async with driver.running():
+        await driver.save(STEP, 1)
+        await until(begun.is_set, "a checksum is computed")
+        driver.registry.evict(driver.record(STEP))
+        await until(over.is_set, "it is given up")
 
 
 async def rounds_of_upkeep(driver: Driver, patch: pytest.MonkeyPatch) -> None:

@@ -281,9 +281,15 @@ class Upkeep:
         if self.registry.object_tier.is_stub(entry.ino):
             return  # its mark has the checksum, and its holes are no data
         path = record.directory / inner
+
+        def is_vain() -> bool:
+            """Of a step that left RAM meanwhile the open file would hold the room, and a save may wait for it."""
+            is_there = self.registry.records.get(record.key) is record and record.manifest.files.get(inner) == entry
+            return self._stopping or not is_there
+
         try:
             summed = await trio.to_thread.run_sync(
-                self._patient.submit(checksum_path, path, entry, lambda: self._stopping).result, limiter=self._limiter
+                self._patient.submit(checksum_path, path, entry, is_vain).result, limiter=self._limiter
             )
         except (OSError, ChecksumStopped):
             return
