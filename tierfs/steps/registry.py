@@ -36,6 +36,9 @@ from tierfs.steps.walk_back import NewestSteps
 
 log = logging.getLogger("tierfs.steps")
 
+#: How long the making of a step's directory waits at most for room that comes back.
+FREED_WITHIN_S = 2.0
+
 Key = tuple[str, str]
 
 #: What isn't urgent in a manifest is saved at most so often, and never takes more than one part in so many of the time.
@@ -78,6 +81,7 @@ class StepRegistry:
         #: What a new daemon changed before it could tell the kernel; see `tell_untold`.
         self.untold: list[tuple[str, str]] = []
         self._being_freed: dict[str, int] = {}
+        self._room_came = trio.Event()
         self._in_use: Counter[Key] = Counter()
         self.object_tier: ObjectTier = NoObjectTier()
         self.cluster: Cluster = Alone()
@@ -227,6 +231,8 @@ class StepRegistry:
         """What lay in the trash under this name is gone."""
         self._being_freed.pop(name, None)
         self.tier.released_room()
+        self._room_came.set()
+        self._room_came = trio.Event()
 
     @property
     def is_freeing(self) -> bool:
@@ -375,6 +381,16 @@ class StepRegistry:
         lacking = self.cluster.room_for_next(previous) - self.tier.usage().free_bytes
         if lacking > 0:
             self.make_room(lacking, sparing=sparing)
+
+    async def room_for_new_step(self, rel: str) -> None:
+        """Before a step's directory is made: its writer may be faster than what leaves RAM for it is freed."""
+        where = self.names.locate(rel)
+        if where is None or where.inner:
+            return
+        self.make_room_for_next(where.namespace)
+        with trio.move_on_after(FREED_WITHIN_S):
+            while self.is_freeing:
+                await self._room_came.wait()
 
     def ram_bytes(self, record: StepRecord) -> int:
         """What the step holds in this node's RAM, and evicting it would free."""

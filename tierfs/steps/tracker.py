@@ -1,8 +1,7 @@
 """What happens to names in the mount, and what it means for steps.
 
 The file system calls `before_*` ahead of an operation (which may be refused, or answered by a new inode) and the rest
-after it. `tierfs.steps.events.StepTracker` is the contract; after a crash of the daemon a call may come again.
-"""
+after it: `tierfs.steps.events.StepTracker`. After a crash of the daemon a call may come again."""
 
 from __future__ import annotations
 
@@ -213,6 +212,7 @@ class Steps:
             await self.registry.object_tier.populate(record)
 
     async def before_mkdir(self, rel: str, mode: int, uid: int, gid: int) -> None:
+        await self.registry.room_for_new_step(rel)
         await self.registry.cluster.make_directory(rel, mode, uid, gid)
 
     async def before_create(self, rel: str, pid: int, *, exclusive: bool) -> None:
