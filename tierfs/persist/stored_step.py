@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -131,19 +132,22 @@ async def _read_manifest(client: ObjectClient, stored: StoredStep, namespace: st
 
 
 async def _read_part_file(client: ObjectClient, stored: StoredStep, namespace: str, step: str, node: str) -> None:
-    try:
+    with _missing_or_damaged(namespace, step):
         data, _ = await client.get(part_key(namespace, step, node), most_bytes=MAX_BYTES)
         stored.parts[node] = read_part_file(data, namespace, step)
-    except ObjectMissing:
-        pass
-    except ObjectCorrupt as error:
-        log.warning("%s", error.message, extra={"namespace": namespace, "step": step, "tier": "object"})
 
 
 async def _read_node_file(client: ObjectClient, stored: StoredStep, namespace: str, step: str, node: str) -> None:
-    try:
+    with _missing_or_damaged(namespace, step):
         data, _ = await client.get(node_key(namespace, step, node), most_bytes=MAX_BYTES)
         stored.nodes[node] = read_node_file(data, namespace, step)
+
+
+@contextlib.contextmanager
+def _missing_or_damaged(namespace: str, step: str) -> Iterator[None]:
+    """What went since it was listed is left out, and what is damaged too, which is said."""
+    try:
+        yield
     except ObjectMissing:
         pass
     except ObjectCorrupt as error:
